@@ -22,6 +22,7 @@ GROUPS = {
         "tests/backends/torch/test_real_model.py",
         "tests/benchmarks/test_perplexity.py",
         "tests/draft/heads/test_mtp.py",
+        "tests/models/gguf/test_sentencepiece.py",
         "tests/models/test_tokenizer.py",
         "tests/models/transformer/test_transformer.py",
         "tests/train/loop/test_sequences.py",

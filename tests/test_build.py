@@ -15,7 +15,8 @@ from paceline.draft.lookup.suffix import SuffixDrafter
 from paceline.draft.speculative_config import parse_speculative_config
 from paceline.errors import CheckpointError, ModelError
 from tests.models.model_files import config_of, random_tensors, write_gguf
-from tests.toy import ScriptedDrafter, ToyBackend
+from tests.toy import ToyBackend
+from tests.toy_drafter import ScriptedDrafter
 
 
 def controller(drafts_on_device: bool, asked: object, methods=("suffix", "eagle3"), others=()):

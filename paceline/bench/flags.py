@@ -20,7 +20,7 @@ Threads = Annotated[
     int | None, typer.Option(help="Number of CPU threads. Default: one per core.", rich_help_panel=HERE)
 ]
 Quantization = Annotated[
-    str, typer.Option(help="Format of weights: auto, native, int8 or none.", rich_help_panel=HERE)
+    str, typer.Option(help="Format of weights: auto, native, int8, int4 or none.", rich_help_panel=HERE)
 ]
 JsonFile = Annotated[
     Path | None,

@@ -70,11 +70,8 @@ class Detokenizer:
     def _decode(self) -> None:
         """Decode the tokens that were appended since the last time."""
         if self._undecoded:
-            bytes_of, is_special, tokens = (
-                self._tokenizer.token_bytes,
-                self._tokenizer.is_special,
-                self._undecoded,
-            )
+            bytes_of, is_special = self._tokenizer.token_bytes, self._tokenizer.is_special
+            tokens = self._undecoded
             shown = [token for token in tokens if not is_special(token)] if self._skip_special else tokens
             pieces = b"".join([bytes_of(token) for token in shown])
             self._text += self._decoder.decode(pieces, final=not self._holding)

@@ -175,8 +175,10 @@ class LogitOptions:
         return mask
 
     def for_device(self, is_masked: bool) -> LogitEdits:
-        """What a device edits that samples the next tokens. `is_masked`: it gets token masks, which forbid
-        the endings."""
+        """The edits that a device makes when it samples the next tokens.
+
+        `is_masked`: it gets token masks, which forbid the endings.
+        """
         return LogitEdits(
             self.penalties,
             self.bias_ids,

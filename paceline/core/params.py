@@ -31,9 +31,8 @@ class SamplingParams:
     top_k: int = KEEPS_ALL.top_k  # keep the k likeliest; 0 or -1 keeps all
     top_p: float = KEEPS_ALL.top_p  # keep the fewest likeliest whose probabilities reach this sum
     min_p: float = KEEPS_ALL.min_p  # keep ids with at least this fraction of the likeliest one's probability
-    repetition_penalty: float = (
-        1.0  # divides positive and multiplies negative logits of prompt and output ids
-    )
+    # divides positive and multiplies negative logits of prompt and output ids
+    repetition_penalty: float = 1.0
     presence_penalty: float = 0.0  # subtracted from the logits of output ids
     frequency_penalty: float = 0.0  # subtracted once for each occurrence of the id in the output
     logit_bias: Mapping[int, float] | None = None  # added to the logits of the given ids, -100 to 100

@@ -135,9 +135,8 @@ class Request:
     num_preemptions: int = 0
     most_tokens: int = field(init=False)  # the most that it can have, prompt and output
     speculative: SpeculativeCounts = field(default_factory=SpeculativeCounts)
-    failed_drafters: set[str] = field(
-        default_factory=set
-    )  # they raised for this request and are not used again
+    # they raised for this request and are not used again
+    failed_drafters: set[str] = field(default_factory=set)
     _first_needs: int = 0  # SamplingNeeds of the first min_tokens tokens, and of the later ones
     _later_needs: int = 0
 

@@ -38,7 +38,8 @@ class TokenConstraint(Protocol):
 
 
 class SamplingState:
-    """The sampling options of one request, and what they depend on of its path, which `advance` tells."""
+    """The sampling options of one request, and the state of its path that they depend on. `advance` extends
+    the path."""
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ class SamplingState:
         return options.adjusts or (not self.is_masked and options.forbids_endings(num_output))
 
     def logit_edits(self) -> LogitEdits:
-        """What `needs_edits` stands for, for a device that samples the next tokens."""
+        """The edits that a device makes when it samples the next tokens, if `needs_edits`."""
         return self.logit_options.for_device(self.is_masked)
 
     def advance(self, token: int) -> None:

@@ -10,19 +10,19 @@ from dataclasses import replace
 import numpy as np
 
 from paceline.backends.head_chains import RIVALS
-from paceline.core.arrays import Float32Array, Float64Array, Int64Array
+from paceline.core.arrays import Float32Array, Float64Array
 from paceline.core.tree_shapes import ROOT, static_shape
 from paceline.core.trees import DraftPlan, DraftTrees, Draws
 from paceline.draft.base import DraftSampling
 from paceline.draft.growing_tree import NO_GUESS, FinishedTree, GrowingTree, Scoring
 from paceline.draft.model.draft_cache import Context
 from paceline.errors import BackendError
+from paceline.verify.choosing import ALL_IDS
 from paceline.verify.draws import draw
 from paceline.verify.kernels import gumbel
 from paceline.verify.noise import STREAM_DRAFT
 
 LEAST_CONFIDENCE = 1e-9  # lower confidences are raised to this one, so that their logarithm is finite
-_ALL_IDS: Int64Array = np.empty(0, dtype=np.int64)  # the logits are those of all ids
 
 
 def make_tree(
@@ -50,7 +50,7 @@ def make_trees(
     ]
 
 
-def merged(trees: Sequence[GrowingTree | None]) -> DraftTrees:
+def to_draft_trees(trees: Sequence[GrowingTree | None]) -> DraftTrees:
     """The trees of all requests as one batch, with the distributions of drawn trees."""
     finished = [NO_GUESS if tree is None else tree.finished() for tree in trees]
     proposed = DraftTrees.from_lists(
@@ -112,7 +112,7 @@ class ChosenTree(GrowingTree):
         if state.leaves_logits(before):
             logits, ids_of_logits = vocabulary.known_logits(row)
         else:
-            logits, ids_of_logits = vocabulary.target_logits(row), _ALL_IDS
+            logits, ids_of_logits = vocabulary.target_logits(row), ALL_IDS
         query = logits, len(request.token_ids) + depth, before
         if (
             count == 1
@@ -149,10 +149,8 @@ class ChosenTree(GrowingTree):
     def finished(self) -> FinishedTree:
         nodes = sorted(self._best())
         numbers = {node: number for number, node in enumerate(nodes)} | {ROOT: ROOT}
-        tokens, parents = (
-            [self.tokens[node] for node in nodes],
-            [numbers[self.parents[node]] for node in nodes],
-        )
+        tokens = [self.tokens[node] for node in nodes]
+        parents = [numbers[self.parents[node]] for node in nodes]
         chances = [math.exp(self._scores[node]) if self._is_scored else math.nan for node in nodes]
         return FinishedTree(tokens, parents, chances, [-1] * len(nodes), ())
 

@@ -110,7 +110,7 @@ class HybridDrafter(Drafter):
         unsure = [index for index, tokens in enumerate(trees.expected()) if tokens < confidence]
         if not unsure:
             return trees
-        fallback_trees = self._ask_fallback(
+        fallback_trees = self._propose_fallback(
             [requests[index] for index in unsure], [plans[index] for index in unsure]
         )
         if self._options.combine == "tree":
@@ -122,7 +122,7 @@ class HybridDrafter(Drafter):
             fallback_trees = DraftTrees.from_lists([tree[:2] for tree in both], [tree[2] for tree in both])
         return DraftTrees.merged(len(requests), [(range(len(requests)), trees), (unsure, fallback_trees)])
 
-    def _ask_fallback(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
+    def _propose_fallback(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
         name, budget = self._fallback.name, self._fallback_budget
         limited = [replace(plan, drafter=name, budget=min(plan.budget, budget)) for plan in plans]
         return self._fallback.propose(requests, limited)
@@ -163,17 +163,17 @@ def union(first: Tree, second: Tree, plan: DraftPlan) -> Tree:
         ranks.append(above if math.isnan(chance) else min(chance, above))
     new_number = {-1: -1}
     num_children: Counter[int] = Counter()
-    kept: list[int] = []
+    chosen: list[int] = []
     for node in sorted(range(len(tokens)), key=lambda node: -ranks[node]):  # stable: parents come first
         parent = parents[node]
-        if len(kept) < plan.budget and parent in new_number and num_children[parent] < plan.branching:
+        if len(chosen) < plan.budget and parent in new_number and num_children[parent] < plan.branching:
             num_children[parent] += 1
-            new_number[node] = len(kept)
-            kept.append(node)
+            new_number[node] = len(chosen)
+            chosen.append(node)
     return (
-        [tokens[node] for node in kept],
-        [new_number[parents[node]] for node in kept],
-        [chances[node] for node in kept],
+        [tokens[node] for node in chosen],
+        [new_number[parents[node]] for node in chosen],
+        [chances[node] for node in chosen],
     )
 
 

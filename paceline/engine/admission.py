@@ -41,7 +41,7 @@ class RequestOptions(TypedDict, total=False):
     cache_salt: str  # only requests with the same one share cached pages and past responses
     adapter: str  # one of the backend's; "": none
     grammar: Grammar | None  # the compiled structured_outputs of the params
-    watch: Callable[[], Watch] | None  # makes, for each output, what may end it by its text
+    watch: Callable[[], Watch] | None  # makes a Watch for each output, which may end it by its text
     # By child, the tokens of unfinished outputs that another engine began. Only these children are made, and
     # they continue token for token as they would have there. Needs the request's seed.
     resume: Mapping[int, Sequence[int]] | None

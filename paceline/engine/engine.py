@@ -27,9 +27,9 @@ from paceline.engine.executors.host_executor import HostExecutor
 from paceline.engine.executors.verification import Verification
 from paceline.engine.output_processor import Delta, OutputProcessor
 from paceline.engine.overlap import OverlapScheduler
-from paceline.engine.pipeline import InFlight, Pipeline, Schedule, StepResult, StepTimer, failing
+from paceline.engine.pipeline import InFlight, Pipeline, Schedule, StepTimer, failing
 from paceline.engine.scheduler import Scheduler
-from paceline.engine.step_stats import add_pass
+from paceline.engine.step_recorder import StepRecorder
 from paceline.errors import BackendLostError, RequestError
 from paceline.kv.cache import KVCache
 from paceline.verify.pathwise import verify_pathwise
@@ -89,7 +89,6 @@ class Engine:
             self.kv, limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len
         )
         self.stats = StepStats()  # of the last step
-        self._trainer: TrainerActivity | None = None  # that may compute on the same device
         self.grammars = GrammarCompiler(tokenizer, limits.vocab_size)  # any thread may use it
         self._pool = kv.pool_of(backend)
         self._seed = seed
@@ -120,10 +119,8 @@ class Engine:
             overlaps_prefills=not backend.bytes_per_state,
         )
         self._next_plan: _Planned | None = None  # planned, but no pass was scheduled by it yet
-        self._counted = (0, 0)  # preemptions and drafter failures that earlier steps have reported
+        self._recorder = StepRecorder(self.scheduler, self.kv, self._drafting, self._device.shadow)
         self._clock = clock
-        self._committed_at = 0.0  # end of the last commit
-        self._between = 0.0  # seconds from there to this step
         self._live: dict[str, list[Request]] = {}
         self._num_arrived = 0
 
@@ -139,7 +136,7 @@ class Engine:
     @property
     def active_drafter(self) -> str | None:
         """The drafter that is being called now. Any thread may read this."""
-        return self._drafting.active
+        return self._drafting.faults.active
 
     def add_request(
         self,
@@ -202,14 +199,14 @@ class Engine:
 
     def watch_trainer(self, trainer: TrainerActivity) -> None:
         """Record for each pass whether a trainer on this machine computed beside it. For any thread."""
-        self._trainer = trainer
+        self._recorder.trainer = trainer
 
     def prepare(self) -> None:
         """Warm up: compile and allocate everything that the first steps need. Call it before any request."""
         self.compile_ahead()
         seconds, plans = self._warm_up(), self._device_plans()
         for plan in plans:
-            self._controller.expect(plan, seconds[plan], self._drafting.catch_up_seconds(plan))
+            self._controller.expect(plan, seconds[plan], self._drafting.on_device.catch_up_seconds(plan))
         self.tokenizer.token_bytes(0)  # builds the table of all tokens
         gc.unfreeze()  # what earlier engines froze
         gc.collect()
@@ -224,7 +221,7 @@ class Engine:
         layers, kept_features = self._drafting.feature_layers, self._drafting.kept_features
         self.backend.prepare(self._pool, self.limits.max_model_len, layers, kept_features)
         self._drafting.prepare()
-        plans = dict.fromkeys([*self._device_plans(), *self._device.plans.own])
+        plans = dict.fromkeys([*self._device_plans(), *self._device.plans.prepared_forced])
         return {plan: self._device.prepare(plan) for plan in plans}
 
     def _device_plans(self) -> Sequence[DraftPlan]:
@@ -241,7 +238,7 @@ class Engine:
     def step(self) -> list[Delta]:
         """The deltas of one pass: launch every pass that can overlap, then commit the oldest."""
         timer = StepTimer(self._clock)
-        self._between = timer.last - self._committed_at if self._pipeline else 0.0
+        self._recorder.begin(timer.last, is_busy=len(self._pipeline) > 0)
         self._device.send_masks()  # of the pass in flight: the one before it was read in the last step
         while (schedule := self._next_schedule()) is not None:
             timer.end("plan")
@@ -254,8 +251,11 @@ class Engine:
         return self._commit(oldest, timer)
 
     def _next_schedule(self) -> Schedule | None:
-        """The next pass that can start, pages reserved; None if there is none. A host pass starts only when
-        no other pass is in flight."""
+        """The next pass that can start, pages reserved; None if there is none.
+
+        A host pass over all requests starts only when no pass is in flight. OverlapScheduler also queues host
+        passes over some of them, such as prefills, behind those in flight.
+        """
         schedule = self._overlap.next(self._pipeline)
         if schedule is None and not self._pipeline and self.has_unfinished:
             step_plan = self._plan(self._overlap.uses_device(self.scheduler.running))
@@ -316,30 +316,11 @@ class Engine:
             self._remove(request)
         self._drafting.forget(ended)
         timer.end("commit")
-        self._committed_at = timer.last
-        self.stats = self._stats_of(result, done.schedule, deltas, timer)
+        self.stats = self._recorder.end(result, done.schedule, deltas, timer)
         if done.schedule.step_plan is not None:
             self._controller.observe(done.schedule.step_plan, self.stats)
         self.stats.control = self._controller.stats()
         return deltas
-
-    def _stats_of(
-        self, result: StepResult, schedule: Schedule, deltas: Sequence[Delta], timer: StepTimer
-    ) -> StepStats:
-        stats = self.state()
-        stats.rows, stats.attended = result.num_rows, result.attended
-        stats.overlapped, stats.between_time = schedule.executor.on_device, self._between
-        stats.plan = schedule.plan if stats.overlapped else None
-        gained = [len(delta.token_ids) for delta in deltas]
-        add_pass(stats, result.parts, result.shapes, result.verdicts, result.paths, gained, timer.seconds)
-        stats.draft_calls, stats.shadow = self._drafting.take_calls(), self._device.shadow.take()
-        if self._trainer is not None:  # a device pass was launched one step earlier, so look back two steps
-            seconds = stats.total_time * (2 if stats.overlapped else 1)
-            stats.disturbed = self._trainer.is_working(seconds)
-        preemptions, failures = self._counted
-        self._counted = self.scheduler.num_preemptions, self._drafting.failures
-        stats.preemptions, stats.draft_failures = self._counted[0] - preemptions, self._counted[1] - failures
-        return stats
 
     def _lost_with(self, done: InFlight) -> list[Request]:
         """The requests of a lost pass, and of the passes after it that depend on its tokens."""
@@ -350,14 +331,14 @@ class Engine:
         return [request for request in dict.fromkeys(lost) if not request.finished]
 
     def _make_decoder(self) -> AsyncDecoder | None:
-        limits, layers, kept_features = (
-            self.limits,
-            self._drafting.feature_layers,
-            self._drafting.kept_features,
-        )
         states = None if self.kv.states is None else self.kv.states.pool
         return self.backend.make_async_decoder(
-            self._pool, limits.max_num_seqs, limits.max_model_len, layers, kept_features, states
+            self._pool,
+            self.limits.max_num_seqs,
+            self.limits.max_model_len,
+            self._drafting.feature_layers,
+            self._drafting.kept_features,
+            states,
         )
 
     def _remove(self, request: Request) -> None:
@@ -383,13 +364,7 @@ class Engine:
 
     def state(self) -> StepStats:
         """The statistics of an empty step: requests and cache usage now. Any thread may read this."""
-        return StepStats(
-            running=len(self.scheduler.running),
-            waiting=len(self.scheduler.waiting),
-            kv_usage=self.kv.usage,
-            prefix_queries=self.kv.prefix_queries,
-            prefix_hits=self.kv.prefix_hits,
-        )
+        return self._recorder.state()
 
 
 @dataclass(frozen=True, slots=True)

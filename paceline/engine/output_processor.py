@@ -83,7 +83,7 @@ def append_tokens(request: Request, tokens: tuple[int, ...]) -> tuple[tuple[int,
 
 
 def append_one_by_one(request: Request, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], str | None]:
-    """The same for a request that its text can end: each token is decoded at once."""
+    """`append_tokens` for a request that a stop string can end: each token is decoded at once."""
     for count, token in enumerate(tokens, start=1):
         reason = _append_token(request, token)
         if reason is not None:

@@ -64,35 +64,31 @@ class OverlapScheduler:
             return None
         if (prefill := self._next_prefill(pipeline)) is not None:
             return prefill
-        host_is_due = self._count_wait(len(running))
-        decoding = running
-        if host_is_due or not pipeline.decodes(running):
+        prefill_is_due = self._count_wait(len(running))
+        decoding, host_is_due = running, False
+        if prefill_is_due or not pipeline.decodes(running):  # else the requests of the last pass decode on
             if not self.uses_device(running):
                 return None
             on_host = pipeline.on_host
             decoding = [
                 request
                 for request in running
-                if request.num_pending == 1 and request not in on_host and self._device.can_sample(request)
+                if request.num_pending == 1 and request not in on_host and device.can_sample(request)
             ]
-            host_is_due = not on_host and (host_is_due or len(decoding) < len(running))
+            host_is_due = not on_host and (prefill_is_due or len(decoding) < len(running))
             if not decoding:
                 return None
         step_plan = self._plan(True)
         shared = self._shared.choose(decoding, self._plans_of(decoding, step_plan))
-        if shared is None or not self._can_leave(shared.left, step_plan):
+        if shared is None or not self._can_leave_out(shared.left_out, step_plan):
             return None
-        if shared.left:
+        if shared.left_out:
             decoding, host_is_due = list(shared.requests), host_is_due or not pipeline.on_host
-        if host_is_due and (parts := self._host_parts(decoding, step_plan, shared.left)):
+        if host_is_due and (parts := self._host_parts(decoding, step_plan, shared.left_out)):
             return Schedule(parts, self._host)
-        plan = shared.plan
-        if not self._device.can_follow(plan):
+        if not device.can_follow(shared.plan) or not (admitted := device.admit(decoding, shared.plan)):
             return None
-        admitted = self._device.admit(decoding, plan)
-        if not admitted:
-            return None
-        return Schedule(self._decode_parts(admitted, shared), device, step_plan, plan)
+        return Schedule(self._decode_parts(admitted, shared), device, step_plan, shared.plan)
 
     def _plans_of(self, requests: Sequence[Request], step_plan: StepPlan) -> Sequence[DraftPlan]:
         """The plans of these requests, which are all that run, or some of them."""
@@ -102,18 +98,18 @@ class OverlapScheduler:
         planned = dict(zip(running, step_plan.plans, strict=True))
         return [planned[request] for request in requests]
 
-    def _can_leave(self, left: Sequence[Request], step_plan: StepPlan) -> bool:
+    def _can_leave_out(self, left_out: Sequence[Request], step_plan: StepPlan) -> bool:
         """Whether these requests can decode in host passes beside those of the device.
 
         If not, the passes in flight are read first, and a host pass over all requests follows.
         """
-        if not left:
+        if not left_out:
             return True
         running = self._scheduler.running
-        plans = self._plans_of(left, step_plan)
+        plans = self._plans_of(left_out, step_plan)
         return (
-            self.uses_device(running, left)
-            and not any(self._device.has_joined(request) for request in left)
+            self.uses_device(running, left_out)
+            and not any(self._device.has_joined(request) for request in left_out)
             and not any(self._drafting.writes_target_pages(plan) for plan in plans)
         )
 
@@ -148,8 +144,9 @@ class OverlapScheduler:
         parts = self._scheduler.schedule([PLAIN] * len(running), in_flight=in_flight)
         return Schedule(parts, self._host) if parts else None
 
-    def uses_device(self, requests: Sequence[Request], left: Sequence[Request] = ()) -> bool:
-        """Whether the device can sample the next tokens of most of these requests, without those in `left`.
+    def uses_device(self, requests: Sequence[Request], left_out: Sequence[Request] = ()) -> bool:
+        """Whether the device can sample the next tokens of most of these requests. Those in `left_out` count
+        as if it could not.
 
         The others are sampled in host passes, which alternate with device passes and wait for them. If most
         requests need the host, host passes for all are faster.
@@ -157,7 +154,7 @@ class OverlapScheduler:
         if self._device.decoder is None:
             return False
         on_device = [request for request in requests if self._device.can_sample(request)]
-        return 2 * sum([request not in left for request in on_device]) > len(requests)
+        return 2 * sum([request not in left_out for request in on_device]) > len(requests)
 
     def _count_wait(self, decoding: int) -> bool:
         """Count one more pass for each waiting request; whether they have now waited long enough."""
@@ -169,12 +166,12 @@ class OverlapScheduler:
         return True
 
     def _host_parts(
-        self, on_device: Sequence[Request], step_plan: StepPlan, left: Sequence[Request]
+        self, on_device: Sequence[Request], step_plan: StepPlan, left_out: Sequence[Request]
     ) -> list[Scheduled]:
         """The parts of a host pass over all other requests: prefills, and tokens that the host samples.
 
-        Requests in `left` get the drafts that they want. The others are drafted for only from texts: a head
-        runs on the device after the passes in flight, and the host would wait.
+        Requests in `left_out` get the drafts that they want. The others are drafted for only from texts: a
+        head runs on the device after the passes in flight, and the host would wait.
         """
         running, drafting = self._scheduler.running, self._drafting
         plans = []
@@ -182,6 +179,6 @@ class OverlapScheduler:
             if request.num_pending > 1:
                 plans.append(PLAIN)
                 continue
-            has_drafts = request in left or drafting.only_reads_texts(plan)
+            has_drafts = request in left_out or drafting.only_reads_texts(plan)
             plans += drafting.with_forced([request], [plan if has_drafts else PLAIN])
         return self._scheduler.schedule(plans, set(on_device))

@@ -1,9 +1,9 @@
 """Scheduler: the requests of the next pass, and the rows of each.
 
 First come, first served. A decoding request always gets its row, prefill chunks share the remaining rows in
-order of arrival, drafts get the rest. A request is admitted when all its tokens fit, and no other overtakes
-it in the queue, so a large one cannot starve. When pages run out, the youngest request is preempted and
-computed again later, so the oldest always advances.
+order of arrival, drafts get the rest. A request is admitted when all its tokens fit. Only a request that
+resumes another replica's output overtakes others in the queue, so a large one cannot starve. When pages run
+out, the youngest request is preempted and computed again later, so the oldest always advances.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ All requests of a pass on the device share its plan. In a pass by `suffix 5`, fo
     no drafts, by its options ("off")    | one token
     no drafts, by the controller         | the drafts of the pass
     a chain of ngram, which reads texts  | the host's drafts: this pass takes optimistic drafts
-    a head, or a tree                    | it is left: it decodes in host passes between those of the device
+    a head, or a tree                    | it is left out: it decodes in host passes between the device's
 
-A pass by a head takes no drafts of the host, so it leaves all requests that want another drafter.
+A pass by a head takes no drafts of the host, so it leaves out all requests that want another drafter.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class SharedPlan:
     requests: Sequence[Request]  # of the pass
     # the requests that the host drafts for, because they name another drafter, and their plans
     by_host: Mapping[Request, DraftPlan] = field(default_factory=dict)
-    left: Sequence[Request] = ()  # those that the pass cannot draft for as they want
+    left_out: Sequence[Request] = ()  # those that the pass cannot draft for as they want
 
 
 class SharedPlanner:
@@ -46,7 +46,7 @@ class SharedPlanner:
         none of them."""
         device = self._device
         pairs = zip(requests, plans, strict=True)
-        wanted = [(request, plan) for request, plan in pairs if device.plans.follows(request)]
+        wanted = [(request, plan) for request, plan in pairs if device.plans.has_vote(request)]
         # most often there is one, which all requests want
         distinct = list(dict.fromkeys({id(plan): plan for _, plan in wanted}.values())) or [PLAIN]
         offered = [plan for plan in distinct if device.plans.offers(plan)]
@@ -63,21 +63,25 @@ class SharedPlanner:
         """What these requests draft in a pass by this plan."""
         draft = self._device.plans.draft(plan)
         takes_drafts = draft is not None and draft.host_tokens > 0
-        by_host, left = {}, []
-        for request, own in wanted:
-            if own.begins(plan) or (not own.budget and not request.failed_drafters):
+        by_host, left_out = {}, []
+        for request, asked in wanted:
+            if asked.begins(plan) or (not asked.budget and not request.failed_drafters):
                 continue
-            if takes_drafts and own.budget and own == own.as_chain() and self._drafting.only_reads_texts(own):
-                by_host[request] = own.shrunk(plan.levels)
+            if takes_drafts and self._is_text_chain(asked):
+                by_host[request] = asked.shrunk(plan.levels)
             else:
-                left.append(request)
-        gone = set(left)
-        return SharedPlan(plan, [request for request in requests if request not in gone], by_host, left)
+                left_out.append(request)
+        gone = set(left_out)
+        return SharedPlan(plan, [request for request in requests if request not in gone], by_host, left_out)
+
+    def _is_text_chain(self, plan: DraftPlan) -> bool:
+        """Whether a plan drafts chains, and from texts only: the host can draft them while passes run."""
+        return plan.budget > 0 and plan == plan.as_chain() and self._drafting.only_reads_texts(plan)
 
     def _votes(self, shared: SharedPlan, wanted: Sequence[tuple[Request, DraftPlan]]) -> tuple[int, int, int]:
         """How good a shared plan is: the requests that get what they want; those of them that get it from the
         device; all that share the pass."""
-        from_device = sum([own.begins(shared.plan) for _, own in wanted])
+        from_device = sum([asked.begins(shared.plan) for _, asked in wanted])
         return from_device + len(shared.by_host), from_device, len(shared.requests)
 
     def _fitted(self, shared: SharedPlan) -> SharedPlan:
@@ -86,15 +90,15 @@ class SharedPlanner:
         plan = device.plans.fitting(plan, len(requests)) if plan.budget else device.forced_plan(requests)
         if plan == shared.plan:
             return shared
-        return SharedPlan(plan, requests, left=shared.left)
+        return SharedPlan(plan, requests, left_out=shared.left_out)
 
     def part_plan(self, request: Request, shared: SharedPlan) -> DraftPlan:
         """What a request takes of the drafts of a pass."""
-        plan, own = shared.plan, request.plan
+        plan, asked = shared.plan, request.plan
         if request in shared.by_host:
             return shared.by_host[request]
         if self._drafting.only_forced(plan):
             return PLAIN if request.undrafted else plan
-        if not self._device.plans.follows(request):
+        if not self._device.plans.has_vote(request):
             return PLAIN
-        return own if own is not None and own.begins(plan) else plan
+        return asked if asked is not None and asked.begins(plan) else plan

@@ -46,8 +46,10 @@ def add_pass(
     gained: Sequence[int],
     seconds: Mapping[str, float],
 ) -> None:
-    """Fill in the statistics of a pass: `shapes` of its drafts, `paths` of StepResult, `gained` tokens of its
-    parts, `seconds` of its phases. The caller sets `rows` and `attended`."""
+    """Fill in the statistics of a pass. The caller sets `rows` and `attended`.
+
+    `shapes` and `paths`: as in StepResult. `gained`: new tokens of each part. `seconds`: of each phase.
+    """
     known = sum([part.num_tokens for part in parts])
     if shapes:
         if stats.overlapped:
@@ -81,7 +83,7 @@ def _share_time(parts: Sequence[Scheduled], seconds: Mapping[str, float]) -> Non
 def _count_drafts(
     parts: Sequence[Scheduled], shapes: Sequence[Shape], verdicts: Sequence[Verdict], gained: Sequence[int]
 ) -> tuple[DraftStats, ...]:
-    """The statistics of each draft of a host pass. Counts them for the requests too."""
+    """The statistics of the drafts of a host pass, and their counts for the requests."""
     drafts: list[DraftStats] = []
     for part, shape, verdict, count in zip(parts, shapes, verdicts, gained, strict=True):
         if shape.nodes:
@@ -98,8 +100,11 @@ def _count_device_drafts(
     paths: Sequence[tuple[int, ...]],
     gained: Sequence[int],
 ) -> tuple[DraftStats, ...]:
-    """The same of a device pass: one for all drafts that went alike. There may be hundreds in every pass."""
-    alike: dict[tuple[str, DraftKind, bool, tuple[int, ...]], int] = {}
+    """The statistics of the drafts of a device pass, and their counts for the requests.
+
+    There may be hundreds in every pass, so drafts with equal results share one entry.
+    """
+    equal: dict[tuple[str, DraftKind, bool, tuple[int, ...]], int] = {}
     for part, (nodes, levels, forced), verdict, path, count in zip(
         parts, shapes, verdicts, paths, gained, strict=True
     ):
@@ -111,7 +116,7 @@ def _count_device_drafts(
             request.speculative.add(kind)
             is_forced = bool(forced)  # all nodes of a chain, or none
             name = request.segment, kind, is_forced, path[:accepted]
-            alike[name] = alike.get(name, 0) + 1
+            equal[name] = equal.get(name, 0) + 1
     return tuple(
         [
             DraftStats(
@@ -123,7 +128,7 @@ def _count_device_drafts(
                 path=path,
                 count=count,
             )
-            for (segment, kind, is_forced, path), count in alike.items()
+            for (segment, kind, is_forced, path), count in equal.items()
         ]
     )
 

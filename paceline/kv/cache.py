@@ -167,7 +167,7 @@ class KVCache:
         reuse = reuse and self.enable_prefix_caching
         found = self._find_prefix(token_ids, salt) if reuse else []
         matched = len(found)
-        del found[self._continuable(found) :]
+        del found[self._num_continuable(found) :]
         cached = len(found) * self.page_size
         fresh = pages_for(len(token_ids), self.page_size) - len(found)
         if fresh > self.pages.num_available - sum(self.pages.is_cached(page) for page in found):
@@ -289,9 +289,9 @@ class KVCache:
             parent = self.pages.serial(page)
         return found
 
-    def _continuable(self, found: Sequence[int]) -> int:
-        """After how many of these pages of a prefix a sequence can continue: what its next row reads is
-        known, the states of recurrent layers and the window pages."""
+    def _num_continuable(self, found: Sequence[int]) -> int:
+        """The number of leading pages after which a sequence can continue: there is a state of the recurrent
+        layers, and all window pages that the next row reads."""
         count = len(found)
         while count:
             if self.states is not None and self.pages.serial(found[count - 1]) not in self.states:

@@ -78,10 +78,10 @@ class SequenceStates:
         missing = {count: serial for count, serial in borders.items() if serial not in self}
         if missing and (last := self._checkpoints.pop(self._running.pop(slot, NO_PAGE), None)) is not None:
             self._free.append(last)
-        kept = {count: self._take(serial) for count, serial in missing.items() if self._room}
-        if kept and is_running:
-            self._running[slot] = missing[max(kept)]
-        self._owner.advance_state(self.pool, slot, rows, kept)
+        checkpoints = {count: self._take(serial) for count, serial in missing.items() if self._room}
+        if checkpoints and is_running:
+            self._running[slot] = missing[max(checkpoints)]
+        self._owner.advance_state(self.pool, slot, rows, checkpoints)
 
     def release(self, slot: int) -> None:
         """The sequence has ended; what it has stored stays."""

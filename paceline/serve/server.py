@@ -1,37 +1,23 @@
-"""`paceline serve`: load models, open the port, and serve until a signal.
-
-The first SIGTERM, SIGINT or SIGHUP drains: new requests are refused, running ones finish. The second
-stops at once.
-"""
+"""`paceline serve`: load models, open the port, and serve until a signal."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import resource
-import signal
 import socket
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
-from types import FrameType
-from typing import TYPE_CHECKING, Any, cast
-
-import uvicorn
-import uvicorn.server
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
 from paceline.draft.base import UnboundDrafter
 from paceline.engine.frontend.async_engine import AsyncEngine, Observer
 from paceline.engine.frontend.step_turns import StepTurns
 from paceline.errors import ConfigError
 from paceline.extras import needs_extra
-from paceline.serve.engines import EngineGroup
 from paceline.serve.http.app import Pages, make_models_app
-from paceline.serve.http.connections import Connection, ConnectionLimits
+from paceline.serve.http.draining import DrainingServer
 from paceline.serve.kv_events import observe, publishing
 from paceline.serve.learner import LearningModel
 from paceline.serve.learning import learn_options, learning_model, trainable_model
@@ -50,8 +36,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LAST_BYTES_SECONDS = 5.0  # for answers to reach their clients after the engine has stopped
-SAME_SIGNAL_SECONDS = 0.5  # `timeout` sends a signal to the process and to its group: count it once
 OTHER_FILES = 256  # open files besides connections
 # How long a thread may hold the GIL while another waits. With Python's 5 ms, a pass that takes the GIL
 # ten times beside a thread that renders a template would take 50 ms longer.
@@ -61,8 +45,9 @@ SWITCH_SECONDS = 0.001
 def serve(
     model: str | None, engine: dict[str, Any], server: dict[str, Any], learn: dict[str, Any] | None = None
 ) -> None:
-    """Serve a model, or those of a routes file, until a signal. Mistakes in options are reported before
-    anything is loaded.
+    """Serve a model, or those of a routes file, until a signal.
+
+    Mistakes in options are reported before anything is loaded.
     """
     options = ServeOptions.from_flags(server)
     declared = declared_models(model, engine, options)
@@ -147,8 +132,8 @@ async def run_models(
     metrics = [Metrics(model.names[0], options.max_segments, model.facts) for model in served]
     observers: list[list[Observer]] = [[counters] for counters in metrics]
     if publisher is not None:
-        (model,), (own,) = served, observers
-        own.append(observe(model.engine.kv, publisher))
+        (model,), (of_model,) = served, observers
+        of_model.append(observe(model.engine.kv, publisher))
         log_event(logger, "kv events", endpoint=publisher.endpoint, replay=publisher.replay_endpoint)
     if learner is not None:
         observers[0].extend(learner.observers)
@@ -194,9 +179,10 @@ async def serve_models(
     pages: Pages | None = None,
     learning: Learning | None = None,
 ) -> None:
-    """Serve models whose engines are started, wherever they run, on a bound socket until a signal. One of
-    `metrics` is of each engine; `pages` are those of engines elsewhere; `learning` is what one that learns
-    shows of it.
+    """Serve models whose engines are started, wherever they run, on a bound socket until a signal.
+
+    `metrics` are those of the engines, in order; `pages` those of engines elsewhere; `learning` is what one
+    that learns shows of it.
     """
     engines = models.engines
     with ExitStack() as stack:
@@ -207,7 +193,7 @@ async def serve_models(
             on_finished.append(tracing.request_ended)
         app = make_models_app(models, options, metrics, on_finished, pages, learning)
         try:
-            await Server(app, engines, options, metrics[0]).serve([listener])
+            await DrainingServer(app, engines, options, metrics[0]).serve([listener])
         finally:
             await engines.stop()
     log_event(logger, "stopped")
@@ -220,99 +206,10 @@ def import_tracing() -> type[Tracing]:
     return Tracing
 
 
-class Server(uvicorn.Server):
-    """uvicorn with its own drain: the port stays open until the running requests have finished."""
-
-    def __init__(self, app: Any, engine: EngineGroup, options: ServeOptions, metrics: Metrics) -> None:
-        limits = ConnectionLimits(
-            options.max_connections, options.client_timeout, partial(metrics.answered, "")
-        )
-        super().__init__(
-            uvicorn.Config(
-                app,
-                http=cast(Any, partial(Connection, limits=limits, idle={})),
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                lifespan="off",
-                ws="none",
-                root_path=options.root_path,
-                timeout_keep_alive=options.timeout_keep_alive,
-                timeout_graceful_shutdown=int(LAST_BYTES_SECONDS),
-            )
-        )
-        self._engine = engine
-        self._options = options
-        self._signal_at: float | None = None  # time of the first signal
-        self._stopping: asyncio.Task[None] | None = None  # held, or it could be collected before it ends
-        self._loop = asyncio.get_running_loop()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start listening, and log the address."""
-        await super().startup(sockets)
-        assert sockets is not None
-        log_event(logger, "listening", url=_url(self._options.host, sockets[0]))
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Handle signals while serving: uvicorn's, and SIGHUP unless it is ignored (nohup)."""
-        with super().capture_signals():
-            if (
-                threading.current_thread() is not threading.main_thread()
-                or signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-            ):
-                yield
-                return
-            before = signal.signal(signal.SIGHUP, self.handle_exit)
-            try:
-                yield
-            finally:
-                signal.signal(signal.SIGHUP, before)
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle a signal. (uvicorn's own handler would raise it again at the end: exit code not 0.)"""
-        now = time.monotonic()
-        if self._signal_at is None:
-            self._signal_at = now
-            self._loop.call_soon_threadsafe(self._begin_to_stop, sig)
-        elif now - self._signal_at > SAME_SIGNAL_SECONDS:
-            self._stop_now(sig)
-
-    def _begin_to_stop(self, sig: int) -> None:
-        self._stopping = asyncio.create_task(self._drain(sig))
-
-    async def _drain(self, sig: int) -> None:
-        """Let running requests finish within drain_timeout, then abort them and stop the server."""
-        waiting = self._engine.num_requests
-        log_event(logger, "draining", signal=signal.Signals(sig).name, requests=waiting)
-        try:  # a stuck engine finishes no request
-            async with asyncio.timeout(0 if self._engine.stuck else self._options.drain_timeout):
-                await self._engine.drain()
-        except TimeoutError:
-            log_event(logger, "drain timed out", level=logging.WARNING, requests=self._engine.num_requests)
-        try:
-            async with asyncio.timeout(LAST_BYTES_SECONDS):
-                await self._engine.stop()
-        except TimeoutError:  # a pass that does not end
-            self._stop_now(sig)
-        self.should_exit = True
-
-    def _stop_now(self, sig: int) -> None:
-        """End the process at once, without waiting for a pass, a grammar or a slow client."""
-        log_event(logger, "stopped now", level=logging.WARNING, signal=signal.Signals(sig).name)
-        logging.shutdown()
-        os._exit(128 + sig)
-
-
-def _url(host: str, listener: socket.socket) -> str:
-    port = listener.getsockname()[1]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """What makes event loops: uvloop's, which is faster; None where it is not installed."""
     try:
         import uvloop
-    except ModuleNotFoundError:  # uvloop is not available on every platform
+    except ModuleNotFoundError:  # it does not exist for every platform
         return None
     return uvloop.new_event_loop

@@ -145,15 +145,15 @@ class Service:
         request: Request,
         prepared: Prepared,
         fields: SamplingFields,
-        judged: bool = False,
+        needs_logprobs: bool = False,
         adapter: str = "",
     ) -> Generation:
         """A running generation. Pass it to `finished` or to an EventResponse; both end it.
 
-        `judged`: it needs log-probabilities, also if the client asked for none and is sent none.
+        `needs_logprobs`: also if the client asked for none; then it is sent none.
         """
         params, plan = prepared.params, prepared.plan
-        hidden = judged and params.logprobs is None
+        hidden = needs_logprobs and params.logprobs is None
         if hidden:
             params = replace(params, logprobs=0)
         grammar = None
@@ -170,7 +170,7 @@ class Service:
         if self.restrict is not None:
             params = self.restrict(params, origin)
         offer = None if adapter else self.on_finished  # the model itself is what is learned
-        request.state.place.close()  # from here it counts in the engine's queue
+        request.state.queue_slot.close()  # from here it counts in the engine's queue
         return await Generation.start(
             self.engine,
             request,

@@ -22,7 +22,8 @@ ENGINE: Group = (
         "quantization",
         str,
         "auto",
-        "native (the file's own blocks), int8 or none; cuda also fp8 and int4. auto: chosen for the backend.",
+        "Format of weights: int8, int4, none, native (the file's own blocks; cpu, cuda) or fp8 (torch, "
+        "cuda). auto: chosen for the backend.",
     ),
     Flag(
         "device",

@@ -29,7 +29,7 @@ def choose_token(logits: Float32Array, options: Options, scratch: Scratch, key: 
     kept, peak = _truncated((logits, ALL_IDS), options, scratch)
     if not math.isfinite(peak):
         return -1
-    top = _room(1)
+    top = _top_arrays(1)
     gumbel_top_k(kept, options[0], key, top)
     index = int(top[0][0])
     return int(kept[1][index]) if len(kept[1]) else index
@@ -58,7 +58,7 @@ def best_candidates(
     if not math.isfinite(peak):
         return None
     logits, ids = kept
-    top = _room(count)
+    top = _top_arrays(count)
     found = gumbel_top_k(kept, options[0], key, top) if coupled else logit_top_k(logits, top)
     indices = top[0][:found]
     scores = logits[indices].astype(np.float64) / options[0]
@@ -77,5 +77,5 @@ def _truncated(candidates: IdLogits, options: Options, scratch: Scratch) -> tupl
     return (logits[kept], ids[kept] if len(ids) else kept), peak
 
 
-def _room(count: int) -> Top:
+def _top_arrays(count: int) -> Top:
     return np.empty(count, dtype=np.int64), np.empty(count, dtype=np.float64)

@@ -71,14 +71,14 @@ def _groups(indices: Sequence[int], cases: Sequence[Case]) -> Iterator[list[int]
     lines = 0
     for index in indices:
         case = cases[index]
-        own = None if case.draws is None else case.draws.draft_probs
+        draft_probs = None if case.draws is None else case.draws.draft_probs
         lines += len(case.logits)
-        apart = own is not None and shared is not None and own is not shared
+        apart = draft_probs is not None and shared is not None and draft_probs is not shared
         if group and (apart or lines * case.logits.shape[1] * 8 > _BUFFER_BYTES):
             yield group
             group, shared, lines = [], None, len(case.logits)
         group.append(index)
-        shared = own if shared is None else shared
+        shared = draft_probs if shared is None else shared
     if group:
         yield group
 

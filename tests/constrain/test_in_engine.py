@@ -17,7 +17,8 @@ from paceline.errors import RequestError
 from paceline.verify.logprobs import token_logprobs
 from tests.constrain.engines import PLANS, VOCAB, make_engine, requests, result, served
 from tests.constrain.walks import CALL, TOKENIZER
-from tests.toy import ScriptedDrafter, ToyBackend, drain
+from tests.toy import ToyBackend, drain
+from tests.toy_drafter import ScriptedDrafter
 
 
 @pytest.fixture(scope="module")

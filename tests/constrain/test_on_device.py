@@ -26,7 +26,7 @@ from paceline.engine.executors.device_plans import FEW_FORCED
 from paceline.engine.executors.token_masks import TokenMasks
 from paceline.errors import GrammarError
 from tests.constrain.engines import TOKENIZER, VOCAB, make_engine, requests, result, served
-from tests.engine.test_overlap import Hosted
+from tests.engine.mixed_requests import Hosted
 from tests.toy import ToyBackend, drain, play
 
 SUFFIX = DraftPlan("suffix", 5)

@@ -15,7 +15,8 @@ from paceline.draft.speculative_config import parse_speculative_config
 from paceline.engine.admission import Limits
 from paceline.errors import ConfigError
 from tests.engines import new_engine
-from tests.toy import VOCAB, ScriptedDrafter, ToyBackend, ToyTokenizer, drain, toy_engine
+from tests.toy import VOCAB, ToyBackend, ToyTokenizer, drain, toy_engine
+from tests.toy_drafter import ScriptedDrafter
 
 PROMPTS = [[3 + index, 9, 33, 71 - index] for index in range(5)]
 

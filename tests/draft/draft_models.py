@@ -16,7 +16,7 @@ from paceline.core.tree_shapes import ROOT
 from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.draft.base import DraftSampling, UnboundDrafter
 from paceline.draft.growing_tree import GrowingTree
-from paceline.draft.growth import make_tree, merged
+from paceline.draft.growth import make_tree, to_draft_trees
 from paceline.draft.model.draft_cache import Context, DraftCache, SharedPages
 from paceline.draft.model.draft_model import DraftModelDrafter
 from paceline.draft.model.model_drafter import ModelDrafter
@@ -106,7 +106,7 @@ class AgainstReference(Checked):
         tree = make_tree(context, plan.shrunk(room), self._scoring, self._sampling)
         while tree.frontier:
             tree.grow(np.stack([self._logits(request, path_of(tree, node)) for node in tree.frontier]))
-        return merged([tree])
+        return to_draft_trees([tree])
 
     def _logits(self, request: Request, path: tuple[int, ...]) -> Float32Array:
         tokens = np.array([*request.token_ids, *path])

@@ -18,7 +18,8 @@ from paceline.draft.speculative_config import parse_speculative_config
 from paceline.errors import ConfigError
 from tests.draft.requests import make_request
 from tests.engine.test_exactness import requests, result
-from tests.toy import ScriptedDrafter, drain, toy_engine
+from tests.toy import drain, toy_engine
+from tests.toy_drafter import ScriptedDrafter
 
 NGRAM = {"method": "ngram"}
 COPYING = [*range(30), 77, *range(20)]  # the suffix drafter is sure of 20, 21, ...

@@ -18,7 +18,8 @@ from paceline.draft.device import TextDrafts
 from paceline.engine.frontend.async_engine import AsyncEngine
 from tests.engine.frontend.test_async_engine import text_of
 from tests.serve.running import Gate, serving, until
-from tests.toy import VOCAB, ScriptedDrafter, ToyBackend, ToyTokenizer, drain, toy_engine
+from tests.toy import VOCAB, ToyBackend, ToyTokenizer, drain, toy_engine
+from tests.toy_drafter import ScriptedDrafter
 
 PROMPTS = [[5, 6, 7], [8, 9], [10] * 9]
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -6,7 +6,8 @@ import pytest
 
 from paceline.core.params import SamplingParams
 from tests.engine.test_exactness import OPTIONS, prompt
-from tests.toy import ScriptedDrafter, ToyBackend, drain, toy_engine
+from tests.toy import ToyBackend, drain, toy_engine
+from tests.toy_drafter import ScriptedDrafter
 
 REST = [{"logprobs": 2}, {"top_p": 0.9}, {"prompt_logprobs": 1, "logprobs": 0}]
 

@@ -8,11 +8,12 @@ import pytest
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request
 from paceline.engine.engine import Engine
+from tests.engine.mixed_requests import alone, outcome, params
 from tests.engine.simulated_device import Machine, fixed, seconds_of, simulated_engine, small_gpu_pass
 from tests.engine.test_disturbances import LOSSES, Disturbed
 from tests.engine.test_exactness import prompt
-from tests.engine.test_overlap import alone, outcome, params
-from tests.toy import ScriptedDrafter, ToyBackend, drain, scribble_free_pages, toy_engine
+from tests.toy import ToyBackend, drain, scribble_free_pages, toy_engine
+from tests.toy_drafter import ScriptedDrafter
 
 LONG = prompt(1, 30)  # four chunks of 8 rows
 

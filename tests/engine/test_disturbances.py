@@ -15,8 +15,9 @@ from paceline.control.controller import FixedController
 from paceline.core.forward import ForwardBatch, ForwardOutput
 from paceline.core.trees import DraftPlan
 from paceline.engine.engine import Engine
-from tests.engine.test_overlap import REQUESTS, Changing, Hosted, LookedUp, expected, outcome
-from tests.toy import ScriptedDrafter, ToyBackend, ToyPool, drain, play, toy_engine
+from tests.engine.mixed_requests import REQUESTS, Changing, Hosted, LookedUp, expected, outcome
+from tests.toy import ToyBackend, ToyPool, drain, play, toy_engine
+from tests.toy_drafter import ScriptedDrafter
 
 RUBBISH = -555  # of a pass that raised: a request that reads it gets other bytes
 NAN = -666  # in keys and values: a request that reads it gets NaN

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from paceline.core.params import SamplingParams
 from paceline.engine.output_processor import append_one_by_one, append_tokens
 from paceline.errors import RequestError
-from tests.toy import VOCAB, ScriptedDrafter, ToyBackend, drain, toy_engine
+from tests.toy import VOCAB, ToyBackend, drain, toy_engine
+from tests.toy_drafter import ScriptedDrafter
 
 IDS = [5, 6, 7]
 FREE = {"temperature": 0, "ignore_eos": True}

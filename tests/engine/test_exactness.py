@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from paceline.core.params import SamplingParams
-from tests.toy import VOCAB, ScriptedDrafter, ToyBackend, drain, toy_engine
+from tests.toy import VOCAB, ToyBackend, drain, toy_engine
+from tests.toy_drafter import ScriptedDrafter
 
 OPTIONS = [
     {"temperature": 0.0},

@@ -14,7 +14,8 @@ from paceline.models.registry import load_checkpoint
 from tests.engines import new_engine
 from tests.tiny import save_checkpoint
 from tests.tiny_families import VOCAB_SIZE
-from tests.toy import ScriptedDrafter, ToyTokenizer
+from tests.toy import ToyTokenizer
+from tests.toy_drafter import ScriptedDrafter
 
 OPTIONS = [
     {"temperature": 0.0},

@@ -15,7 +15,7 @@ from tests.engine.test_exactness_cpu import requests, run
 from tests.large import repeated
 from tests.tiny import save_checkpoint
 from tests.tiny_families import HYBRIDS, VOCAB_SIZE
-from tests.toy import ScriptedDrafter
+from tests.toy_drafter import ScriptedDrafter
 
 WANTED = [*requests()][:5]  # prompts of 1 to 33 tokens, and 6 to 10 more
 

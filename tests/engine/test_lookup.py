@@ -15,9 +15,10 @@ from paceline.draft.base import DrafterNeeds
 from paceline.draft.lookup.ngram import NgramDrafter
 from paceline.engine.drafting import Drafting
 from paceline.engine.executors import device_plans
+from tests.engine.mixed_requests import params
 from tests.engine.test_exactness import prompt
-from tests.engine.test_overlap import params
-from tests.toy import VOCAB, ScriptedDrafter, ToyBackend, drain, toy_engine
+from tests.toy import VOCAB, ToyBackend, drain, toy_engine
+from tests.toy_drafter import ScriptedDrafter
 from tests.toy_logits import hashed_logits
 
 LENGTH = 5
@@ -163,18 +164,18 @@ class TreeHead(Head):
 
 def test_lookups_beside_a_head_that_drafts_trees_replace_their_first_path():
     drafters = {"ngram": NgramDrafter(NgramDrafter.Options()), "scripted": TreeHead({}, "right")}
-    drafting = Drafting(drafters, VOCAB)
+    drafting = Drafting(drafters, VOCAB).on_device
     tree = DraftPlan("scripted", 7, branching=3, depth=4)
     both = replace(tree, drafter="ngram", otherwise=tree, enough=0.5)
-    draft = drafting.device_draft(both)
+    draft = drafting.draft(both)
     assert (draft.nodes, draft.branching, draft.length) == (7, 3, 4)
     assert draft.look_up is not None
-    chain = drafting.device_draft(both.as_chain())
+    chain = drafting.draft(both.as_chain())
     assert (chain.nodes, chain.branching, chain.length) == (0, 1, 4)
     longer = DraftPlan("ngram", 9, otherwise=tree, enough=0.5)
-    assert drafting.device_draft(longer) is None  # a chain does not fit the shape of a tree
+    assert drafting.draft(longer) is None  # a chain does not fit the shape of a tree
     head_of_chains = {**drafters, "scripted": Head({}, "right")}
-    assert Drafting(head_of_chains, VOCAB).device_draft(both) is None
+    assert Drafting(head_of_chains, VOCAB).on_device.draft(both) is None
 
 
 def test_tokens_of_host_passes_after_the_prefill_are_in_the_text_too():

@@ -14,9 +14,10 @@ from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.draft.base import DrafterNeeds
 from paceline.draft.device import TextDrafts
 from paceline.engine.engine import Engine
+from tests.engine.mixed_requests import alone, outcome, params
 from tests.engine.test_exactness import prompt
-from tests.engine.test_overlap import alone, outcome, params
-from tests.toy import ScriptedDrafter, ToyBackend, drain, toy_engine
+from tests.toy import ToyBackend, drain, toy_engine
+from tests.toy_drafter import ScriptedDrafter
 
 NEEDS_HOST = {"logprobs": 2, "logit_bias": {3: 1.5}}  # the device can do each of them alone
 

@@ -9,7 +9,8 @@ from paceline.core.params import SamplingParams
 from paceline.engine.executors.batch import BatchBuilder
 from paceline.kv.cache import KVCache
 from paceline.kv.pages import PagePool
-from tests.toy import VOCAB, ScriptedDrafter, drain, toy_engine
+from tests.toy import VOCAB, drain, toy_engine
+from tests.toy_drafter import ScriptedDrafter
 
 
 def params(number):

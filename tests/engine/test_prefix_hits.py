@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from paceline.draft.lookup.ngram import NgramDrafter
+from tests.engine.mixed_requests import Hosted, alone, params
 from tests.engine.test_exactness import prompt
-from tests.engine.test_overlap import Hosted, alone, params
-from tests.toy import ScriptedDrafter, ToyBackend, drain, toy_engine
+from tests.toy import ToyBackend, drain, toy_engine
+from tests.toy_drafter import ScriptedDrafter
 
 PAGE = 4
 SYSTEM = prompt(1, 4 * PAGE)  # that all prompts begin with

@@ -14,8 +14,9 @@ from paceline.core.forward import ForwardBatch, ForwardOutput, StatePool
 from paceline.core.params import SamplingParams
 from paceline.kv import states
 from tests.engine.test_exactness import prompt, requests, result, together
-from tests.toy import ScriptedDrafter, ToyBackend, ToyPool, drain, toy_engine
+from tests.toy import ToyBackend, ToyPool, drain, toy_engine
 from tests.toy_decoder import ToyDecoder
+from tests.toy_drafter import ScriptedDrafter
 
 
 class ToyStates:

@@ -16,10 +16,11 @@ from paceline.engine import admission
 from paceline.engine.engine import Engine
 from paceline.engine.outputs import request_output
 from paceline.errors import RequestError
+from tests.engine.mixed_requests import REQUESTS, Hosted, expected
 from tests.engine.test_exactness import prompt
-from tests.engine.test_overlap import REQUESTS, Hosted, expected
 from tests.planted import Plant
-from tests.toy import ScriptedDrafter, ToyBackend, drain, toy_engine
+from tests.toy import ToyBackend, drain, toy_engine
+from tests.toy_drafter import ScriptedDrafter
 from tests.toy_tokenizer import ToyTokenizer
 
 DRAFTS = {

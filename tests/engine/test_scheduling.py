@@ -7,7 +7,8 @@ import pytest
 from paceline.core.params import SamplingParams
 from paceline.core.trees import PLAIN, DraftPlan
 from paceline.engine.scheduler import Scheduler
-from tests.toy import ScriptedDrafter, ToyBackend, drain, toy_engine
+from tests.toy import ToyBackend, drain, toy_engine
+from tests.toy_drafter import ScriptedDrafter
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 

@@ -17,9 +17,10 @@ from paceline.draft.base import DrafterNeeds
 from paceline.draft.device import TextDrafts
 from paceline.engine.engine import Engine
 from paceline.engine.executors import device_plans
+from tests.engine.mixed_requests import Hosted, alone, outcome, params
 from tests.engine.test_exactness import prompt
-from tests.engine.test_overlap import Hosted, alone, outcome, params
-from tests.toy import ScriptedDrafter, ToyBackend, drain, scribble_free_pages, toy_engine
+from tests.toy import ToyBackend, drain, scribble_free_pages, toy_engine
+from tests.toy_drafter import ScriptedDrafter
 
 HEAD, OTHER_HEAD = DraftPlan("scripted", 3), DraftPlan("other head", 3)
 TEXTS, NGRAM, UNLOADED = DraftPlan("texts", 4), DraftPlan("ngram", 3), DraftPlan("unloaded", 6)

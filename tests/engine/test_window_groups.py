@@ -34,7 +34,8 @@ from tests.engines import new_engine
 from tests.large import repeated
 from tests.tiny import save_checkpoint
 from tests.tiny_families import VOCAB_SIZE
-from tests.toy import ScriptedDrafter, ToyBackend, ToyPool, scribble_free_pages, toy_engine
+from tests.toy import ToyBackend, ToyPool, scribble_free_pages, toy_engine
+from tests.toy_drafter import ScriptedDrafter
 
 COUPLED = DraftSampling.COUPLED
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from paceline.core.params import SamplingParams
 from paceline.engine.engine import Engine
 from tests.engine.test_exactness import prompt
-from tests.toy import ScriptedDrafter, ToyBackend, drain, scribble_free_pages, toy_engine
+from tests.toy import ToyBackend, drain, scribble_free_pages, toy_engine
+from tests.toy_drafter import ScriptedDrafter
 
 PAGE, MAX_LENGTH = 4, 96
 SHARED = prompt(0, 21)  # the beginning of some prompts

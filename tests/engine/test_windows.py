@@ -10,7 +10,7 @@ from paceline.core.params import SamplingParams
 from paceline.models.registry import load_checkpoint
 from tests.engine.test_exactness_cpu import run
 from tests.tiny import save_checkpoint
-from tests.toy import ScriptedDrafter
+from tests.toy_drafter import ScriptedDrafter
 
 FEW = 6  # pages; the texts of both requests take 2 * 6, their windows of 9 tokens 2 * 2 and a draft
 WANTED = [

@@ -25,7 +25,8 @@ from paceline.engine.engine import Engine
 from paceline.errors import ConfigError, RequestError
 from tests.engines import new_engine
 from tests.models.model_files import config_of, random_tensors, write_gguf
-from tests.toy import VOCAB, ScriptedDrafter, ToyBackend, ToyTokenizer, drain, toy_engine
+from tests.toy import VOCAB, ToyBackend, ToyTokenizer, drain, toy_engine
+from tests.toy_drafter import ScriptedDrafter
 
 PROMPTS = [np.random.default_rng(number).integers(2, VOCAB, 7 + number).tolist() for number in range(6)]
 

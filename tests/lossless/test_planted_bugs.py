@@ -28,7 +28,7 @@ from tests.engines import new_engine
 from tests.lossless.conftest import TOKENS
 from tests.lossless.subject import Case, Outcome, Truth, run
 from tests.planted import Plant
-from tests.toy import ScriptedDrafter
+from tests.toy_drafter import ScriptedDrafter
 
 pytestmark = pytest.mark.real
 

@@ -41,7 +41,7 @@ from tests.models.drafter_support import drafter_table
 from tests.models.gguf_support import gguf_pairs
 from tests.models.quantized import files as quantized_files
 from tests.tiny_near_families import NEAR_FAMILIES
-from tests.toy import ScriptedDrafter
+from tests.toy_drafter import ScriptedDrafter
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "models.md"
 BEGIN, END = "<!-- what runs where: written by a test -->", "<!-- end -->"

@@ -25,7 +25,8 @@ from paceline.serve.http.middleware import key_digest
 from paceline.serve.learning import TrainableModel, collector_policy, learn_options, learning_model
 from paceline.serve.options import ServeOptions
 from tests.serve.api import Api
-from tests.toy import ScriptedDrafter, toy_engine
+from tests.toy import toy_engine
+from tests.toy_drafter import ScriptedDrafter
 
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "abc"}], "max_tokens": 4, "temperature": 0}
 REQUESTS: dict[str, dict[str, Any]] = {

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.serve import server
+from paceline.serve.http import draining
 from paceline.serve.server import bind
 from tests.serve import running
 from tests.serve.running import PATIENCE, Client, read_answer, serving_process, until
@@ -172,7 +172,7 @@ def test_a_stuck_engine_does_not_keep_the_process_alive(
         threading.Event().wait()
 
     monkeypatch.setattr(running.Slow, "forward", hang)
-    monkeypatch.setattr(server, "LAST_BYTES_SECONDS", 0.1)
+    monkeypatch.setattr(draining, "LAST_BYTES_SECONDS", 0.1)
     log = tmp_path / "log"
     with (
         serving_process(log, drain_timeout=3600, stuck_timeout=0.05) as (process, client),

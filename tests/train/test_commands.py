@@ -19,9 +19,9 @@ from paceline.models.heads.medusa import load_medusa
 from paceline.models.registry import load_checkpoint
 from paceline.terminal.flags import Group
 from paceline.train import job
-from paceline.train.commands import ANSWERS, BLOCK, DSPARK, EAGLE3, MEDUSA, SEED
 from paceline.train.data import make_answers
 from paceline.train.data.make_answers import AnswerOptions
+from paceline.train.flags import ANSWERS, BLOCK, DSPARK, EAGLE3, MEDUSA, SEED
 from paceline.train.options import BlockOptions, DSparkOptions, Eagle3Options, MedusaOptions, TrainOptions
 from tests.draft.model.test_draft_model_cpu import save_model
 from tests.models.model_files import config_of, random_tensors, write_gguf

@@ -41,7 +41,12 @@ HERE: Group = (
     Flag("backend", str, "cpu", "Backend of the model: cpu, torch or cuda."),
     Flag("device", str, "", "Device, such as cuda. Default: the backend's own."),
     Flag("threads", int | None, None, "Number of threads. Default: one per core."),
-    Flag("quantization", str, "auto", "Format of weights: auto, native, int8, none; on cuda also fp8, int4."),
+    Flag(
+        "quantization",
+        str,
+        "auto",
+        "Format of weights: auto, int8, int4, none, native (cpu, cuda) or fp8 (torch, cuda).",
+    ),
     Flag("warm", bool, False, "Also measure a second pass over the workload, with warm drafters.", "--warm"),
     Flag(
         "against",

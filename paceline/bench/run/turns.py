@@ -85,9 +85,8 @@ class Turn:
     seconds: float  # from the first arrival to the last end
     answers: list[Answer]
     acceptance: Acceptance | None = None  # if the answers do not have it
-    acceptance_of: Mapping[str, Acceptance] = field(
-        default_factory=dict
-    )  # by segment, if the server reports it
+    # by segment, if the server reports it
+    acceptance_of: Mapping[str, Acceptance] = field(default_factory=dict)
     lost_seconds: float = 0.0  # lost to other programs and virtual machines; not in `seconds`
 
     @property

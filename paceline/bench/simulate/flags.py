@@ -128,7 +128,7 @@ FLEET: Group = topic(
         str | None,
         None,
         "Milliseconds that the server of a replica adds to its engine, per request, prompt_token, step "
-        "(pass) and token, such as request=15,step=0.5. Default: none.",
+        "(pass), token and row (prompt token of a pass), such as request=15,step=0.5. Default: none.",
     ),
     Flag("replica_price", float | None, None, "Price of one replica for one hour. Default: by --gpu-price."),
 )

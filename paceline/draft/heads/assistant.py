@@ -21,7 +21,7 @@ from paceline.core.tree_shapes import ROOT
 from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.draft.base import Target, UnboundDrafter
 from paceline.draft.growing_tree import GrowingTree, Scoring
-from paceline.draft.growth import make_tree, merged
+from paceline.draft.growth import make_tree, to_draft_trees
 from paceline.draft.heads.eagle import GuessedTree, grow_level
 from paceline.draft.heads.head_options import HeadOptions, check_features
 from paceline.draft.heads.last_state import LastStateDrafter
@@ -74,7 +74,7 @@ class AssistantDrafter(LastStateDrafter):
         while growing := [guessed for guessed in growing if guessed.tree.frontier]:
             states = np.stack([state for guessed in growing for state in self._states_of(guessed)])
             grow_level(growing, self._runner.run(self._batch([one.tree for one in growing]), states))
-        return merged(trees)
+        return to_draft_trees(trees)
 
     def _tree(self, request: Request, plan: DraftPlan) -> GrowingTree:
         context = Context(request, request.token_ids, self._kv.page_tables[request.slot], plan.budget)

@@ -26,7 +26,7 @@ from paceline.core.tree_shapes import ROOT
 from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.draft.base import Target
 from paceline.draft.growing_tree import GrowingTree, frontier_rows
-from paceline.draft.growth import make_tree, merged
+from paceline.draft.growth import make_tree, to_draft_trees
 from paceline.draft.heads.head_drafter import PagedHeadDrafter, noise_of
 from paceline.draft.heads.head_pages import HeadPages
 from paceline.draft.model.draft_cache import Context
@@ -113,7 +113,7 @@ class BlockDrafter(PagedHeadDrafter[BlockRunner]):
         self._passes.compute([tree.context for tree in growing])
         for start in range(0, len(growing), at_once):
             self._grow(growing[start : start + at_once])
-        return merged(trees)
+        return to_draft_trees(trees)
 
     def _tree(self, context: Context, plan: DraftPlan) -> GrowingTree:
         plan = replace(plan, depth=min(plan.levels, self._block.num_drafts))

@@ -28,7 +28,7 @@ from paceline.core.arrays import Float32Array
 from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.draft.base import Target
 from paceline.draft.growing_tree import GrowingTree, frontier_rows
-from paceline.draft.growth import make_trees, merged
+from paceline.draft.growth import make_trees, to_draft_trees
 from paceline.draft.heads.head_drafter import Mask, PagedHeadDrafter, noise_of
 from paceline.draft.heads.head_pages import HeadPages
 from paceline.draft.model.draft_cache import Context
@@ -159,7 +159,7 @@ class HeadDrafter(PagedHeadDrafter[HeadRunner]):
             pairs = zip(growing, parts, strict=True)
             states = np.stack([state for guessed, part in pairs for state in guessed.states_of(part.nodes)])
             grow_level(growing, self._passes.run_guesses(parts, states))
-        return merged(trees)
+        return to_draft_trees(trees)
 
     def _propose_masked(
         self, contexts: Sequence[Context | None], plans: Sequence[DraftPlan], mask: Mask
@@ -178,7 +178,7 @@ class HeadDrafter(PagedHeadDrafter[HeadRunner]):
             logits = self._passes.run_masked([tree.context for tree in chosen], mask, counts)
             for tree, rows in zip(chosen, np.split(logits, np.cumsum(counts)[:-1]), strict=True):
                 tree.grow_levels(rows)
-        return merged(trees)
+        return to_draft_trees(trees)
 
 
 class EagleDrafter(HeadDrafter):

@@ -138,10 +138,10 @@ class PagedHeadDrafter(Drafter, Generic[Runner]):
             guesses = "all tokens of a draft in one pass" if config.is_parallel else "one token in each pass"
             raise ConfigError(f"{head.source} guesses {guesses}: leave out parallel_drafting.")
         check_target(config, target.config, target.fingerprint, str(head.source), options.any_target)
-        return cls.beside(head, target, options.quantization, options.min_prob)
+        return cls.from_checkpoint(head, target, options.quantization, options.min_prob)
 
     @classmethod
-    def beside(
+    def from_checkpoint(
         cls, head: HeadCheckpoint, target: Target, quantization: str | None, min_prob: float | None
     ) -> UnboundDrafter:
         """The drafter with a loaded head, on the target's backend."""
@@ -256,9 +256,8 @@ class PagedHeadDrafter(Drafter, Generic[Runner]):
             for (number, context), min_chance, (tokens, chain_chances, length) in zip(
                 opened.items(), min_chances, rows, strict=True
             ):
-                while (
-                    min_chance > min(min_chances) and length and chain_chances[length - 1] < min_chance
-                ):  # chances only fall along a chain
+                # the call ends chains by the lowest least chance of all; chances only fall along a chain
+                while length and chain_chances[length - 1] < min_chance > min(min_chances):
                     length -= 1
                 proposed[number] = chain = _up_to_end(context.request, tokens[:length])
                 chances[number] = chain_chances[: len(chain)]

@@ -23,9 +23,8 @@ class HeadOptions:
 
     model: str | None = None  # folder, file or hub id; None or "shipped": the one shipped for the target
     any_target: bool = False  # accept a head that was trained for another model of the same sizes
-    min_prob: float | None = (
-        None  # a chain ends where its chance is lower; 0: never; None: the backend's value
-    )
+    # a chain ends where its chance is lower; 0: never; None: the backend's value
+    min_prob: float | None = None
 
     def __post_init__(self) -> None:
         check_min_prob(self.min_prob)

@@ -18,7 +18,7 @@ from paceline.backends.heads import MedusaRunner
 from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.draft.base import Target, UnboundDrafter
 from paceline.draft.growing_tree import GrowingTree, Scoring
-from paceline.draft.growth import make_tree, merged
+from paceline.draft.growth import make_tree, to_draft_trees
 from paceline.draft.heads.head_options import HeadOptions, find_head
 from paceline.draft.heads.last_state import LastStateDrafter
 from paceline.draft.heads.ranked import Path, make_ranked_tree
@@ -96,7 +96,7 @@ class MedusaDrafter(LastStateDrafter):
             guesses = self._runner.run(states)
             for number, tree in enumerate(growing):
                 tree.grow_levels(guesses[:, number])
-        return merged(trees)
+        return to_draft_trees(trees)
 
     def _tree(self, request: Request, plan: DraftPlan) -> GrowingTree:
         context = Context(request, request.token_ids, self._kv.page_tables[request.slot], plan.budget)

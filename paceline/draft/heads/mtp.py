@@ -18,9 +18,8 @@ class MtpOptions:
     """The keys of speculative_config for method mtp."""
 
     quantization: str | None = None  # of the block's weights on the cpu backend: int8 or int4; None: int4
-    min_prob: float | None = (
-        None  # a chain ends where its chance is lower; 0: never; None: the backend's value
-    )
+    # a chain ends where its chance is lower; 0: never; None: the backend's value
+    min_prob: float | None = None
 
     def __post_init__(self) -> None:
         check_min_prob(self.min_prob)
@@ -37,4 +36,6 @@ class MtpDrafter(HeadDrafter):
     def load(cls, options: MtpOptions, target: Target) -> UnboundDrafter:
         """The drafter with the MTP block of the target's files."""
         check_features(cls.name, target)
-        return cls.beside(mtp_head(target.config, target.mtp), target, options.quantization, options.min_prob)
+        return cls.from_checkpoint(
+            mtp_head(target.config, target.mtp), target, options.quantization, options.min_prob
+        )

@@ -49,9 +49,6 @@ class RequestIndexes:
     def drop(self, request: Request) -> None:
         self._indexes.pop(request, None)
 
-    def __len__(self) -> int:
-        return len(self._indexes)
-
 
 class NgramDrafter(Drafter):
     """Drafts chains: what followed the newest occurrence of the longest n-gram."""
@@ -74,9 +71,8 @@ class NgramDrafter(Drafter):
 
         @property
         def shortest(self) -> int:
-            return (
-                min(2, self.prompt_lookup_max) if self.prompt_lookup_min is None else self.prompt_lookup_min
-            )
+            least = self.prompt_lookup_min
+            return min(2, self.prompt_lookup_max) if least is None else least
 
     def __init__(self, options: Options) -> None:
         self._indexes = RequestIndexes(range(options.shortest, options.prompt_lookup_max + 1))
@@ -86,11 +82,9 @@ class NgramDrafter(Drafter):
     @classmethod
     def load(cls, options: Options, target: Target) -> NgramDrafter:
         """The drafter with these options."""
-        empty = Occurrences([1], 1)
-        empty.append([])
-        copy_longest(
-            empty.table, empty.levels, empty.oldest, empty.end, np.empty(1, dtype=np.int32)
-        )  # compiles it
+        empty, chain = Occurrences([1], 1), np.empty(1, dtype=np.int32)
+        empty.append([])  # compiles it, and the next line the search
+        copy_longest(empty.table, empty.levels, empty.oldest, empty.end, chain)
         return cls(options)
 
     def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:

@@ -44,11 +44,6 @@ class Occurrences:
         self.table.reshape(-1)[:: PAGE // self.table.itemsize] = 0
         self.append([])  # loads the compiled code
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the index in bytes, once all of it is used."""
-        return self.table.nbytes
-
     def append(self, tokens: Sequence[int] | Int32Array, namespace: int = SHARED_NAMESPACE) -> None:
         """Add tokens of this namespace; GAP separates texts. The oldest tokens make room.
 

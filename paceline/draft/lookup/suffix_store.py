@@ -78,11 +78,6 @@ class ResponseCache:
     def __len__(self) -> int:
         return len(self._responses)
 
-    @property
-    def num_salts(self) -> int:
-        """The number of salts that have stored responses."""
-        return len(self._salts)
-
     def namespace_of(self, salt: str) -> int:
         """The namespace of this salt's responses in `occurrences`; NO_NAMESPACE if it has none."""
         entry = self._salts.get(salt)

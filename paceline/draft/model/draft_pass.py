@@ -177,9 +177,8 @@ class DraftRunner(Passes[Float32Array]):
 
     def run(self, parts: Sequence[Part]) -> Float32Array:
         batch = self.batch(parts)
-        tokens = np.minimum(
-            batch.tokens, self._last_id
-        )  # ids that the draft model lacks: any valid id will do
+        # for ids that the draft model lacks any valid id will do
+        tokens = np.minimum(batch.tokens, self._last_id)
         return self._backend.forward(replace(batch, tokens=tokens)).logits
 
 

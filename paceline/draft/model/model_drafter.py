@@ -9,7 +9,7 @@ from paceline.core.features import Features
 from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.draft.base import Drafter, DraftSampling
 from paceline.draft.growing_tree import Scoring, frontier_rows
-from paceline.draft.growth import make_trees, merged
+from paceline.draft.growth import make_trees, to_draft_trees
 from paceline.draft.model.draft_cache import DraftCache
 from paceline.draft.model.draft_pass import DraftRunner
 from paceline.draft.model.vocabulary import Vocabulary
@@ -54,7 +54,7 @@ class ModelDrafter(Drafter):
                 logits = self._runner.run([tree.part() for tree in growing])
         for tree in filter(None, trees):
             self._cache.keep_drafted(tree.context, tree.chain_in_place())
-        return merged(trees)
+        return to_draft_trees(trees)
 
     def observe(
         self, requests: Sequence[Request], verdicts: Sequence[Verdict], features: Features | None

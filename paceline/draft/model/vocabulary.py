@@ -14,11 +14,11 @@ import numpy as np
 
 from paceline.core.arrays import Float32Array, Int32Array, Int64Array
 from paceline.errors import ConfigError
+from paceline.verify.choosing import ALL_IDS
 
 if TYPE_CHECKING:
     from paceline.models.tokenizer import Tokenizer
 
-_ALL_IDS: Int64Array = np.empty(0, dtype=np.int64)  # the logits are those of all ids
 MAX_NAMED = 3  # differing ids that an error shows
 
 
@@ -43,7 +43,7 @@ class Vocabulary:
 
     def known_logits(self, logits: Float32Array) -> tuple[Float32Array, Int64Array]:
         """The logits of the tokens that can be drafted, and their target ids; no ids: all of them."""
-        return self.target_logits(logits), _ALL_IDS
+        return self.target_logits(logits), ALL_IDS
 
     def draft_id(self, token: int) -> int:
         """The draft model's id of a shared token, given the target's id."""
@@ -59,14 +59,14 @@ class TrimmedVocabulary(Vocabulary):
     """A head's draft vocabulary: some of the target's tokens, numbered from 0."""
 
     _row: Float32Array  # [target_size] returned by target_logits, valid until the next call; -inf elsewhere
-    _places: Int64Array  # [shared] target_ids as int64: indexing takes half the time
+    _target_indices: Int64Array  # [shared] target_ids as int64: indexing takes half the time
 
     def target_logits(self, logits: Float32Array) -> Float32Array:
-        self._row[self._places] = logits
+        self._row[self._target_indices] = logits
         return self._row
 
     def known_logits(self, logits: Float32Array) -> tuple[Float32Array, Int64Array]:
-        return logits, self._places
+        return logits, self._target_indices
 
 
 def trimmed_vocabulary(target_ids: Int32Array | None, target_size: int) -> Vocabulary:

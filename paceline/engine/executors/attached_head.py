@@ -10,19 +10,19 @@ from collections.abc import Sequence
 
 from paceline.core.request import Request
 from paceline.core.trees import PLAIN, DraftPlan
-from paceline.engine.drafting import Drafting
+from paceline.engine.device_drafting import DeviceDrafting
 
 
 class AttachedHead:
     """The head in use on the device, if any, and its requests."""
 
-    def __init__(self, drafting: Drafting) -> None:
+    def __init__(self, drafting: DeviceDrafting) -> None:
         self._drafting = drafting
         self._requests: dict[Request, None] = {}
         self._plan = PLAIN  # of the head
 
-    def is_by(self, plan: DraftPlan) -> bool:
-        """Whether it is the plan's head, or neither is there."""
+    def is_head_of(self, plan: DraftPlan) -> bool:
+        """Whether this plan drafts with it; also if there is no head and the plan needs none."""
         return plan is self._plan or self._drafting.head_of(self._plan) == self._drafting.head_of(plan)
 
     def attach(self, requests: Sequence[Request], plan: DraftPlan) -> bool:
@@ -34,10 +34,10 @@ class AttachedHead:
         self._plan = plan
         return True
 
-    def prefill_ahead(self, coming: Sequence[Request], plan: DraftPlan) -> None:
+    def prefill_ahead(self, requests: Sequence[Request], plan: DraftPlan) -> None:
         """Let the plan's head prefill these requests after the pass that ends their prefill."""
-        if coming:
-            self._drafting.prefill_ahead(plan, coming)
+        if requests:
+            self._drafting.prefill_ahead(plan, requests)
 
     def detach(self) -> None:
         """Return the requests to the host."""

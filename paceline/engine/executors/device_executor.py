@@ -36,6 +36,7 @@ from paceline.engine.executors.device_results import (
     advance_sampling,
     drafted_parts,
 )
+from paceline.engine.executors.device_texts import DeviceTexts
 from paceline.engine.executors.optimistic import OptimisticDrafts
 from paceline.engine.executors.shadow import ShadowDrafts
 from paceline.engine.executors.token_masks import TokenMasks
@@ -56,23 +57,22 @@ class DeviceExecutor:
 
     def __init__(
         self,
-        make: Callable[[], AsyncDecoder | None],
+        make_decoder: Callable[[], AsyncDecoder | None],
         drafting: Drafting,
         kv: KVCache,
         vocab_size: int,
     ) -> None:
-        """`make` returns the backend's decoder, or None if the backend has none."""
+        """`make_decoder` returns the backend's decoder, or None if the backend has none."""
         self._drafting = drafting
         self._kv = kv
-        self.decoder = _made(make)
+        self.decoder = _decoder_or_none(make_decoder)
         # the SamplingNeeds that the decoder cannot do
-        self._not_sampled = -1 if self.decoder is None else ~int(self.decoder.supported_sampling)
+        self._unsupported = -1 if self.decoder is None else ~int(self.decoder.supported_sampling)
         self.plans = DevicePlans(self.decoder, drafting)
         self._passes: deque[tuple[list[Scheduled], DraftPlan]] = deque()  # in flight
         self._joined: dict[Request, int] = {}  # requests in the decoder: their passes in flight
-        # requests whose texts were written to the device: the slots, and the tokens that were known then
-        self._with_texts: dict[Request, tuple[int, int]] = {}
-        self._head = AttachedHead(drafting)
+        self._texts = DeviceTexts()
+        self._head = AttachedHead(drafting.on_device)
         self._last_plan = PLAIN
         self._second: tuple[list[Scheduled], list[Scheduled]] = ([], [])  # parts, and their `otherwise` parts
         self._optimistic = OptimisticDrafts(drafting)
@@ -96,14 +96,14 @@ class DeviceExecutor:
     def can_sample(self, request: Request) -> bool:
         """Whether the device can sample a request's next tokens."""
         needs = request.sampling_needs
-        return not needs & self._not_sampled and not (needs & LOGPROBS and needs & CHANGES)
+        return not needs & self._unsupported and not (needs & LOGPROBS and needs & CHANGES)
 
     def can_follow(self, plan: DraftPlan) -> bool:
         """Whether a pass by this plan can be launched after those in flight."""
         draft = self.plans.draft(plan)
         by_head = draft is not None and not draft.from_texts
         # another head than the one in use needs all tokens, so no pass may be in flight
-        return not by_head or not self._passes or self._head.is_by(plan)
+        return not by_head or not self._passes or self._head.is_head_of(plan)
 
     def has_joined(self, request: Request) -> bool:
         """Whether a request decodes on the device: the host may not decode it before `leave`."""
@@ -111,7 +111,7 @@ class DeviceExecutor:
 
     def forced_plan(self, requests: Sequence[Request]) -> DraftPlan:
         """In place of the plain plan: chains of tokens that grammars force, if they are worth their rows."""
-        return self.plans.forced(requests, self._count_coming)
+        return self.plans.choose_forced(requests, self._count_coming)
 
     def _count_coming(self) -> Mapping[Request, int]:
         """The tokens that passes in flight will sample of forced runs."""
@@ -144,7 +144,7 @@ class DeviceExecutor:
 
     def _attach(self, requests: Sequence[Request], plan: DraftPlan) -> bool:
         """Whether the plan's head, if it has one, drafts for all of these requests on the device now."""
-        if not self._head.is_by(plan):
+        if not self._head.is_head_of(plan):
             self._head.detach()
         draft = self.plans.draft(plan)
         return draft is None or draft.from_texts or self._head.attach(requests, plan)
@@ -189,13 +189,13 @@ class DeviceExecutor:
         self._passes.append((schedule.parts, plan))
         if new:
             self._forget_finished()
-            self._forget_old_texts(new)
+            self._texts.forget_stale(new)
             decoder.join(SlotInits.of(new))
         for request in requests:
             self._joined[request] = self._joined.get(request, 0) + 1
         expected = None
         if draft is not None and draft.reads_texts:
-            self._write_texts(decoder, requests)
+            self._texts.write(decoder, requests)
         if draft is not None and draft.host_tokens:
             expected = self._optimistic.rows(plan, schedule.parts, draft.host_tokens)
         decoder.launch([request.slot for request in requests], self._kv.page_tables, draft, expected)
@@ -222,21 +222,6 @@ class DeviceExecutor:
             decoder.send_masks(*self._masks.of_pass(requests, decoder.drafted() if drafts else None))
         except Exception as error:
             self._mask_failure = error
-
-    def _write_texts(self, decoder: AsyncDecoder, requests: Sequence[Request]) -> None:
-        """Write the texts of these requests to the device, once: only then are they needed there."""
-        if new := [request for request in requests if request not in self._with_texts]:
-            texts = [np.array(request.token_ids, dtype=np.int32) for request in new]
-            decoder.write_texts([request.slot for request in new], texts)
-            self._with_texts.update({request: (request.slot, len(request.token_ids)) for request in new})
-
-    def _forget_old_texts(self, requests: Sequence[Request]) -> None:
-        """Forget the texts that are stale on the device: a `join` writes only a request's last two tokens,
-        and host passes have added more than these."""
-        for request in requests:
-            slot, known = self._with_texts.get(request, (-1, 0))
-            if slot != request.slot or known + 2 < len(request.token_ids):
-                self._with_texts.pop(request, None)
 
     def _shadow(self, schedule: Schedule, requests: Sequence[Request], plan: DraftPlan) -> None:
         """Make shadow drafts while a plain pass runs, if the step plan asks for them."""
@@ -335,19 +320,18 @@ class DeviceExecutor:
         wanted = [
             plan if part.request.plan is None else part.request.plan
             for part in parts
-            if self.plans.follows(part.request)
+            if self.plans.has_vote(part.request)
         ]
         plan = Counter(wanted or [plan]).most_common(1)[0][0]
         draft, decoder = self.plans.draft(plan), self.decoder
-        coming = [part.request for part in parts if part.num_tokens > 1 and part.reaches_end]
-        for request in coming:  # one that comes back may have another slot
-            self._with_texts.pop(request, None)
-        if decoder is None or draft is None or not coming:
+        prefilled = [part.request for part in parts if part.num_tokens > 1 and part.reaches_end]
+        self._texts.forget(prefilled)  # a preempted one may have another slot now
+        if decoder is None or draft is None or not prefilled:
             return
         if draft.reads_texts:  # now, while the prefill runs: the host has nothing else to do
-            self._write_texts(decoder, coming)
+            self._texts.write(decoder, prefilled)
         if not draft.from_texts:
-            self._head.prefill_ahead([request for request in coming if not request.undrafted], plan)
+            self._head.prefill_ahead([request for request in prefilled if not request.undrafted], plan)
 
     def prepare(self, plan: DraftPlan) -> Mapping[int, float]:
         """Warm up: capture and compile for this plan. The seconds of its passes, by number of requests."""
@@ -367,8 +351,7 @@ class DeviceExecutor:
         assert not self._passes
         self._head.detach()
         self.shadow.clear()
-        for request in self._joined:  # requests that were only prefilled keep their texts
-            self._with_texts.pop(request, None)
+        self._texts.forget(self._joined)  # requests that were only prefilled keep theirs
         self._joined.clear()
 
     def drop(self) -> None:
@@ -378,20 +361,18 @@ class DeviceExecutor:
         self._waiting = self._mask_failure = None
         self._passes.clear()
         self._joined.clear()
-        self._with_texts.clear()
+        self._texts.clear()
         self._head.drop()
 
     def _forget_finished(self) -> None:
         self._joined = {request: count for request, count in self._joined.items() if not request.finished}
-        self._with_texts = {
-            request: texts for request, texts in self._with_texts.items() if not request.finished
-        }
+        self._texts.forget_finished()
         self._head.forget_finished()
         self._optimistic.forget_finished()
 
 
-def _made(make: Callable[[], AsyncDecoder | None]) -> AsyncDecoder | None:
-    """The decoder, or None if there is none or no memory for it: decoding works without it."""
+def _decoder_or_none(make: Callable[[], AsyncDecoder | None]) -> AsyncDecoder | None:
+    """The decoder; None if there is none, or no memory for it: decoding works without it."""
     try:
         return make()
     except Exception as error:

@@ -35,54 +35,60 @@ class DevicePlans:
         """How the decoder drafts by this plan; None if it cannot."""
         if plan in self._drafts:
             return self._drafts[plan]
-        if self._decoder is None or not plan.budget:
+        if self._decoder is None or not plan.budget or len(self._drafts) >= MAX_DRAFTS:
             return None
-        if len(self._drafts) < MAX_DRAFTS:
-            draft = self._drafting.device_draft(plan)
-            if draft is None or (draft.reads_texts and not self._decoder.supports_lookup):
-                return None
-            if draft.nodes or draft.from_texts or (draft.network_length or draft.length) < draft.length:
-                is_forced = self._drafting.only_forced(plan)
-                few = draft.nodes or is_forced
-                most = max(1, (MAX_TREE_ROWS if few else MAX_DRAFT_ROWS) // (1 + plan.nodes))
-                draft = replace(draft, max_requests=min(most, draft.max_requests or most))
-                if is_forced and not self._decoder.has_room(draft):  # no request has asked for it
-                    draft = None
-            self._drafts[plan] = draft
-        return self._drafts.get(plan)
+        draft = self._drafting.on_device.draft(plan)
+        if draft is None or (draft.reads_texts and not self._decoder.supports_lookup):
+            return None
+        is_longer_than_a_heads = (
+            draft.nodes or draft.from_texts or (draft.network_length or draft.length) < draft.length
+        )
+        if is_longer_than_a_heads:
+            is_forced = self._drafting.only_forced(plan)
+            max_rows = MAX_TREE_ROWS if draft.nodes or is_forced else MAX_DRAFT_ROWS
+            most = max(1, max_rows // (1 + plan.nodes))
+            draft = replace(draft, max_requests=min(most, draft.max_requests or most))
+            if is_forced and not self._decoder.has_room(draft):  # no request has asked for it
+                draft = None
+        self._drafts[plan] = draft
+        return draft
 
     def offers(self, plan: DraftPlan) -> bool:
         """Whether passes by this plan can run on the device."""
         return self._decoder is not None and (plan.budget == 0 or self.draft(plan) is not None)
 
-    def fitting(self, plan: DraftPlan, requests: int) -> DraftPlan:
+    def fitting(self, plan: DraftPlan, num_requests: int) -> DraftPlan:
         """This plan; if its buffers are too small for these requests, a tree's chain, or the plain one."""
         draft = self.draft(plan)
-        if draft is None or draft.max_requests is None or requests <= draft.max_requests:
+        if draft is None or draft.max_requests is None or num_requests <= draft.max_requests:
             return plan
         chain = plan.as_chain() if plan.branching > 1 else PLAIN
         return chain if self.offers(chain) else PLAIN
 
     @property
-    def own(self) -> Sequence[DraftPlan]:
-        """The plans, besides the controller's, that passes are prepared for: the longest chains of forced
-        tokens. Other lengths, of more requests, are prepared when they are first needed."""
+    def prepared_forced(self) -> Sequence[DraftPlan]:
+        """The plans of forced tokens that passes are prepared for at start-up: the longest chains, if any.
+
+        Shorter ones, for more requests, are prepared when they are first needed.
+        """
         plan = self._drafting.forced_plan.shrunk(FORCED_LENGTHS[0])
         return [plan] if plan.budget and self._masks and self.offers(plan) else []
 
-    def follows(self, request: Request) -> bool:
-        """Whether the plan of a request matters to its pass: not if it wants no drafts, or only those of
-        forced tokens, which passes draft by a plan of their own."""
-        own = request.plan
-        return own is None or (own.budget > 0 and not self._drafting.only_forced(own))
+    def has_vote(self, request: Request) -> bool:
+        """Whether the plan that a request wants counts when the plan of its pass is chosen: not if it wants
+        no drafts, or only forced tokens, for which `choose_forced` has other plans."""
+        plan = request.plan
+        return plan is None or (plan.budget > 0 and not self._drafting.only_forced(plan))
 
-    def forced(
+    def choose_forced(
         self, requests: Sequence[Request], count_coming: Callable[[], Mapping[Request, int]]
     ) -> DraftPlan:
-        """Chains of tokens that grammars force, if they at least double the tokens of a pass over these
-        requests, or triple them if these are more than FEW_FORCED; else the plain plan, which has too few
-        rows for a GPU, up to MAX_TREE_ROWS. `count_coming` counts the tokens that passes in flight will
-        sample."""
+        """The plan of a pass that would otherwise be plain: chains of tokens that grammars force, or plain.
+
+        The chains must double the tokens of the pass; triple them, if it has more than FEW_FORCED requests.
+        They have at most MAX_TREE_ROWS rows: with so few, a pass takes no longer than a plain one.
+        `count_coming` counts the tokens that passes in flight will sample.
+        """
         constrained = [request for request in requests if request.sampling.constraint is not None]
         if not constrained:
             return PLAIN

@@ -47,9 +47,8 @@ class RemoteRun:
         self.session = session
         self.weights_id: str | None = None  # of the weights that produced the tokens so far
         self._loop = asyncio.get_running_loop()
-        self.ended: asyncio.Future[None] = (
-            self._loop.create_future()
-        )  # done when the attempt ends; its exception: why it is lost
+        # done when the attempt ends; its exception: why it is lost
+        self.ended: asyncio.Future[None] = self._loop.create_future()
         self.replica: str | None = None  # that runs the attempt
         self.cut_short = False  # the ingress ended an output by its text; its replica does not know
         self._tokenizer = tokenizer

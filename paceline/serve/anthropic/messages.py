@@ -127,9 +127,8 @@ class _Answer:
     async def events(self, generation: Generation) -> AsyncIterator[bytes]:
         """The events of a stream."""
         begun: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
-        usage = _counts(
-            len(self._attempt.prepared.prompts[0]), cached=0, made=0
-        )  # what was cached is known at the end
+        # how much was cached is known at the end
+        usage = _counts(len(self._attempt.prepared.prompts[0]), num_cached=0, num_output=0)
         yield _event({"type": "message_start", "message": {**self._head, **begun, "usage": usage}}) + _PING
         async for batch in generation:
             parsed = [event for _, update in batch for event in self._parser.feed(update.text)]
@@ -160,15 +159,15 @@ def _event(data: dict[str, Any]) -> bytes:
 
 
 def _usage(output: RequestOutput) -> dict[str, int]:
-    given, made = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
-    return _counts(given, output.metrics.num_cached_tokens, made)
+    num_prompt, num_output = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
+    return _counts(num_prompt, output.metrics.num_cached_tokens, num_output)
 
 
-def _counts(given: int, cached: int, made: int) -> dict[str, int]:
+def _counts(num_prompt: int, num_cached: int, num_output: int) -> dict[str, int]:
     """Anthropic's usage: the input is counted without what was read from the cache."""
     return {
-        "input_tokens": given - cached,
+        "input_tokens": num_prompt - num_cached,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": cached,
-        "output_tokens": made,
+        "cache_read_input_tokens": num_cached,
+        "output_tokens": num_output,
     }

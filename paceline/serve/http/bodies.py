@@ -22,7 +22,7 @@ from paceline.options import unknown_option
 from paceline.serve.http.errors import ApiError, FieldError
 from paceline.serve.http.scanning import MAX_DEPTH, shape_of
 from paceline.serve.openai.fields import Unsupported
-from paceline.serve.places import is_large
+from paceline.serve.queue_slots import is_large
 from paceline.serve.routes.models import Models
 
 # Limits of one body. Each bounds how long parsing may hold the GIL.
@@ -51,7 +51,7 @@ _ABOUT = {
 def json_route(models: Models) -> type[APIRoute]:
     """The route class for JSON bodies; its errors name the field that is wrong.
 
-    A request holds a place in the engine's queue until its handler has submitted or answered it.
+    A request holds a slot in the engine's queue until its handler has submitted or answered it.
     """
     shape_of(b"{}")  # compile it now, not during the first request
 
@@ -67,8 +67,8 @@ def json_route(models: Models) -> type[APIRoute]:
                 _check_content_type(request)
                 read = _JsonRequest(request.scope, request.receive)
                 raw = await read.body()
-                with await models.places.reserve_place(len(raw)) as place:
-                    request.state.place = place
+                with await models.queue_slots.reserve(len(raw)) as slot:
+                    request.state.queue_slot = slot
                     if is_large(len(raw)):
                         read.data = await models.default.in_thread(_read_alone, models, raw, model)
                     else:
@@ -94,7 +94,7 @@ class _JsonRequest(Request):
 
 def _read_alone(models: Models, raw: bytes, model: type[BaseModel]) -> BaseModel:
     """The validated model of a large body. One at a time: two would only alternate on the GIL."""
-    with models.places.reading:
+    with models.queue_slots.reading:
         return read_body(raw, model)
 
 
@@ -140,11 +140,11 @@ def _too_much(what: str) -> FieldError:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
+    members = dict(pairs)
+    if len(members) != len(pairs):
         twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
         raise FieldError("body", f"an object in the body has the key {_shown(twice)} twice.")
-    return made
+    return members
 
 
 def _refuse(constant: str) -> Any:

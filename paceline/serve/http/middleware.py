@@ -34,16 +34,8 @@ HEALTH, PING, METRICS, LOAD, DOCS = "/health", "/ping", "/metrics", "/load", "/d
 REQUESTS, PAGE, STATIC = "/requests", "/", "/static/"
 LEARN = "/learn"  # of a server that learns
 REPLICAS, REPLICA_METRICS = "/replicas", "/metrics/replicas"  # of a server of replicas
-WATCHING = (
-    HEALTH,
-    PING,
-    METRICS,
-    LOAD,
-    REQUESTS,
-    LEARN,
-    REPLICAS,
-    REPLICA_METRICS,
-)  # while the server drains, too
+# served while the server drains, too
+WATCHING = (HEALTH, PING, METRICS, LOAD, REQUESTS, LEARN, REPLICAS, REPLICA_METRICS)
 OPEN = (HEALTH, PING, DOCS, PAGE)  # anyone may read these: they hold nothing of the server
 EVENTS = "text/event-stream"
 

@@ -27,7 +27,7 @@ _UNWELL: dict[int | str, dict[str, Any]] = {
 
 
 def router(engine: EngineGroup) -> APIRouter:
-    """The routes that tell how the server is."""
+    """The routes of health checks and of the load."""
     routes = APIRouter(tags=["Server"])
 
     @routes.get(HEALTH, responses=_UNWELL)

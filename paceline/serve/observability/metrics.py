@@ -88,7 +88,7 @@ class DraftCounts:
     accepted_depths: Counter[int] = field(default_factory=Counter)  # drafts by accepted depth
 
     def add(self, draft: DraftStats) -> None:
-        """Count one draft, or some that went alike. Drafts may have different lengths."""
+        """Count one draft, or several with equal results. Drafts may have different lengths."""
         self.drafts += draft.count
         self.tokens += draft.count * draft.nodes
         self.accepted += draft.count * draft.accepted

@@ -47,16 +47,15 @@ _ERRORS: dict[int, dict[str, Any]] = {
     503: {"description": "The server is stopping, or its engine is dead"},
     504: {"description": "The answer took longer than the server allows"},
 }
-
-
 ALL_ERRORS = tuple(_ERRORS)
 
 
 def documented(
     *statuses: int, stream: bool = False, form: type[BaseModel] = ErrorBody
 ) -> dict[int | str, dict[str, Any]]:
-    """The OpenAPI entries for these error statuses, whose bodies are `form`, and with `stream` for an
-    event-stream 200.
+    """The OpenAPI entries for these error statuses, whose bodies are `form`.
+
+    With `stream`, also one for a 200 with an event stream.
     """
     event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
     events: dict[int | str, dict[str, Any]] = {
@@ -64,8 +63,9 @@ def documented(
     }
     # FastAPI builds a validator for each model that it is given: one makes the schema that the others name
     named = {"content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{form.__name__}"}}}}
-    first = statuses[0]
-    errors = {own: {**_ERRORS[own], **({"model": form} if own == first else named)} for own in statuses}
+    errors = {
+        status: _ERRORS[status] | ({"model": form} if status == statuses[0] else named) for status in statuses
+    }
     return (events if stream else {}) | errors
 
 

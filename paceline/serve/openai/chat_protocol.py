@@ -52,9 +52,8 @@ class Message(Body):
     tool_call_id: Name | None = None  # which call a message of role tool answers
     refusal: str | None = None  # part of our answers, so that clients can send those back unchanged
     annotations: list[Any] | None = None  # likewise
-    reasoning_content: str | None = (
-        None  # what the assistant thought; the template decides what becomes of it
-    )
+    # what the assistant thought; the template decides what becomes of it
+    reasoning_content: str | None = None
     reasoning: str | None = None  # newer name of reasoning_content
     cache_control: CacheControl = None
     audio: Annotated[None, _ONLY_TEXT] = None

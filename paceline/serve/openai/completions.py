@@ -205,9 +205,8 @@ class _Answer:
         maker = ChunkMaker(self.head, self.body, sum(map(len, self.prepared.prompts)), self.attempt.routed)
         count = len(self.prepared.prompts) * self.prepared.params.n
         logprobs = [self._logprobs() for _ in range(count)]
-        untold = (
-            set(range(count)) if self.body.return_token_ids else set()
-        )  # choices without prompt_token_ids
+        # choices whose prompt_token_ids were not sent yet
+        untold = set(range(count)) if self.body.return_token_ids else set()
         if self.body.echo:
             for index in range(count):  # one event each: an echoed prompt may be long
                 yield maker.chunk(_choice(index, self.prepared.echoed[index // self.prepared.params.n]))

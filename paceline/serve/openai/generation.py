@@ -26,7 +26,7 @@ class Generation:
     """The running outputs of a request. Output i of prompt p has the number p * n + i."""
 
     def __init__(self, num_outputs: int, hide_logprobs: bool = False) -> None:
-        """`hide_logprobs`: they were not asked for by the client, and `judged_outputs` alone has them."""
+        """`hide_logprobs`: the client did not ask for them; only `outputs_with_logprobs` has them."""
         self._n = num_outputs
         self._hide_logprobs = hide_logprobs
         self._arrived = asyncio.Event()  # set when any of the streams has an update
@@ -85,15 +85,15 @@ class Generation:
     def outputs(self) -> list[RequestOutput]:
         """The finished outputs by prompt; complete once the iteration has ended."""
         if not self._hide_logprobs:
-            return self.judged_outputs
+            return self.outputs_with_logprobs
         return [
             replace(output, outputs=[_without_logprobs(completion) for completion in output.outputs])
-            for output in self.judged_outputs
+            for output in self.outputs_with_logprobs
         ]
 
     @property
-    def judged_outputs(self) -> list[RequestOutput]:
-        """The same, with log-probabilities that the client did not ask for."""
+    def outputs_with_logprobs(self) -> list[RequestOutput]:
+        """The same, also with log-probabilities that the client did not ask for."""
         outputs = [self._streams[number].output for number in sorted(self._streams)]
         return [output for output in outputs if output is not None]
 

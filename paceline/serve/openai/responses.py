@@ -155,7 +155,7 @@ def _echoed(body: ResponseRequest, params: SamplingParams) -> dict[str, Any]:
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "temperature": params.temperature,
         "top_p": params.top_p,
-        "text": {"format": _given(text_format) or {"type": "text"}},
+        "text": {"format": _without_none(text_format) or {"type": "text"}},
         "tools": [tool.model_dump() for tool in body.tools or ()],
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump() if choice else "auto",
         "store": False,
@@ -172,18 +172,18 @@ def _echoed(body: ResponseRequest, params: SamplingParams) -> dict[str, Any]:
 
 
 def _usage(output: RequestOutput) -> dict[str, Any]:
-    given, made = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
+    num_prompt, num_output = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
     cached = {"cached_tokens": output.metrics.num_cached_tokens, "cache_write_tokens": 0}
     return {
-        "input_tokens": given,
+        "input_tokens": num_prompt,
         "input_tokens_details": cached,
-        "output_tokens": made,
+        "output_tokens": num_output,
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": given + made,
+        "total_tokens": num_prompt + num_output,
     }
 
 
-def _given(values: dict[str, Any]) -> dict[str, Any]:
+def _without_none(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -138,10 +138,10 @@ class WeightRoute:
     def choose(self, route: str, key: str) -> str:
         """The name for everything with this key. Other routes split the same keys in another way."""
         digest = hashlib.sha256(f"{route}\0{key}".encode()).digest()
-        place = int.from_bytes(digest[:8], "big") / 2**64 * sum(self.weights.values())
+        point = int.from_bytes(digest[:8], "big") / 2**64 * sum(self.weights.values())
         for name, weight in self.weights.items():
-            place -= weight
-            if place < 0:
+            point -= weight
+            if point < 0:
                 return name
         return name  # rounding
 

@@ -44,7 +44,7 @@ class RouteMetrics:
         self.fallbacks[visit.route] += visit.fallbacks
         for model, generation in visit.attempts:
             pair = visit.route, model
-            for output in generation.judged_outputs:
+            for output in generation.outputs_with_logprobs:
                 self.prompt_tokens[pair] += len(output.prompt_token_ids)
                 self.generation_tokens[pair] += _num_tokens(output)
         if visit.attempts:

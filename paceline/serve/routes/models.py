@@ -18,7 +18,7 @@ from paceline.serve.engines import EngineGroup
 from paceline.serve.http.errors import ApiError
 from paceline.serve.openai.generation import Generation, segment_of
 from paceline.serve.openai.protocol import Routed, SamplingFields
-from paceline.serve.places import Places
+from paceline.serve.queue_slots import QueueSlots
 from paceline.serve.routes.file import RouteTable
 from paceline.serve.routes.kinds import CascadeRoute, FallbackRoute, RequestProfile, RuleRoute, WeightRoute
 from paceline.serve.routes.trail import Trail, Visit
@@ -64,7 +64,7 @@ class Models:
         self.table = table or RouteTable.of(*services)
         engines = list(dict.fromkeys(service.engine for service in services.values()))
         self.engines = EngineGroup(engines)
-        self.places = Places(engines)
+        self.queue_slots = QueueSlots(engines)
 
     @staticmethod
     def of(service: Service) -> Models:
@@ -143,53 +143,57 @@ class _Routing(Generic[Body, PreparedT]):
         request.state.record.trail = self._trail
 
     async def answer(
-        self, name: str, judged: bool = False, within: tuple[Visit, ...] = ()
+        self, name: str, needs_logprobs: bool = False, within: tuple[Visit, ...] = ()
     ) -> Attempt[PreparedT]:
-        """The answer of a real or virtual model. `judged`: a cascade reads its log-probabilities."""
+        """The answer of a real or virtual model. `needs_logprobs`: a cascade reads them."""
         route = self._models.table.routes.get(name)
         if route is None:
-            return await self._attempt(name, judged, within)
+            return await self._attempt(name, needs_logprobs, within)
         visit = Visit(name)
         self._trail.visits.append(visit)
         within = (*within, visit)
         match route:
             case RuleRoute():
-                return await self.answer(route.choose(await self._profile(name, route)), judged, within)
+                return await self.answer(
+                    route.choose(await self._profile(name, route)), needs_logprobs, within
+                )
             case WeightRoute():
-                return await self.answer(route.choose(name, self._key()), judged, within)
+                return await self.answer(route.choose(name, self._key()), needs_logprobs, within)
             case CascadeRoute():
-                return await self._cascade(route, judged, within)
+                return await self._cascade(route, needs_logprobs, within)
             case FallbackRoute():
-                return await self._fallback(route, judged, within)
+                return await self._fallback(route, needs_logprobs, within)
 
-    async def _attempt(self, name: str, judged: bool, within: tuple[Visit, ...]) -> Attempt[PreparedT]:
+    async def _attempt(
+        self, name: str, needs_logprobs: bool, within: tuple[Visit, ...]
+    ) -> Attempt[PreparedT]:
         """The running answer of a real model."""
         service, state = self._models.services[name], self._request.state
-        state.place.move_to(service.engine)
+        state.queue_slot.move_to(service.engine)
         prepared = await self._prepare_for(name)
         state.record.warnings[:] = prepared.warnings  # without those of an earlier attempt
         adapter = service.adapter_of(name)
-        generation = await service.start(self._request, prepared, self._body, judged, adapter)
+        generation = await service.start(self._request, prepared, self._body, needs_logprobs, adapter)
         for visit in within:
             visit.attempts.append((name, generation))
         self._trail.model = name
         return Attempt(service, prepared, generation, self._asked, self._trail)
 
     async def _cascade(
-        self, route: CascadeRoute, judged: bool, within: tuple[Visit, ...]
+        self, route: CascadeRoute, needs_logprobs: bool, within: tuple[Visit, ...]
     ) -> Attempt[PreparedT]:
         """The first answer that is good enough, or that of the last model."""
         *smaller, largest = route.models
         for name in smaller:
             try:
-                attempt = await self.answer(name, judged or route.reads_logprobs, within)
+                attempt = await self.answer(name, needs_logprobs or route.reads_logprobs, within)
             except PromptTooLong:  # for this model's context
                 within[-1].escalations += 1
                 continue
             if await self._is_good(route, attempt):
                 return attempt
             within[-1].escalations += 1
-        return await self.answer(largest, judged, within)
+        return await self.answer(largest, needs_logprobs, within)
 
     async def _is_good(self, route: CascadeRoute, attempt: Attempt[PreparedT]) -> bool:
         """Whether an answer may be sent, once it has ended. An answer that failed may not."""
@@ -198,22 +202,22 @@ class _Routing(Generic[Body, PreparedT]):
             await unless_gone(self._request, generation.ended())
         finally:
             generation.abort()  # only if the client has gone, or one of its outputs failed
-        outputs = generation.judged_outputs
+        outputs = generation.outputs_with_logprobs
         if len(outputs) < len(prepared.prompts):
             return False
         return await attempt.service.in_thread(route.accepts, outputs, prepared.params.structure)
 
     async def _fallback(
-        self, route: FallbackRoute, judged: bool, within: tuple[Visit, ...]
+        self, route: FallbackRoute, needs_logprobs: bool, within: tuple[Visit, ...]
     ) -> Attempt[PreparedT]:
         """The answer of the first model that takes the request."""
         *preferred, last = route.models
         for name in preferred:
             try:
-                return await self.answer(name, judged, within)
+                return await self.answer(name, needs_logprobs, within)
             except (OverloadedError, UnavailableError):
                 within[-1].fallbacks += 1
-        return await self.answer(last, judged, within)
+        return await self.answer(last, needs_logprobs, within)
 
     async def _profile(self, name: str, route: RuleRoute) -> RequestProfile:
         """What the rules of a route see of the request."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.serve.tools.channels import HARMONY, SOLAR
-from paceline.serve.tools.tool_format import INSTRUCTIONS, ToolFormat, WrittenId
+from paceline.serve.tools.tool_format import ToolFormat, WrittenId
 
 _DEEPSEEK_TOKENS = (
     "<｜tool▁calls▁begin｜>",
@@ -31,8 +31,6 @@ JSON_FORMATS = {
         marker="<tool_call>",
         tokens=("<tool_call>", "</tool_call>"),
         clues=("<tool_call>",),
-        instructions=INSTRUCTIONS
-        + '<tool_call>\n{"name": "function name", "arguments": {"argument name": "value"}}\n</tool_call>',
         result="<tool_response>\n{content}\n</tool_response>",
         fenced=True,
     ),
@@ -43,8 +41,6 @@ JSON_FORMATS = {
         marker="[TOOL_CALLS]",
         tokens=("[TOOL_CALLS]",),
         clues=("[TOOL_CALLS]",),
-        instructions=INSTRUCTIONS
-        + '[TOOL_CALLS] [{"name": "function name", "arguments": {"argument name": "value"}}]',
         result="[TOOL_RESULTS] {content}[/TOOL_RESULTS]",
         id_prefix="",
         id_digits=9,  # the only length that its template accepts
@@ -56,7 +52,6 @@ JSON_FORMATS = {
         marker="[TOOL_CALLS]",
         tokens=("[TOOL_CALLS]", "[ARGS]"),
         clues=("[TOOL_CALLS]", "[ARGS]"),
-        instructions=INSTRUCTIONS + '[TOOL_CALLS]function name[ARGS]{"argument name": "value"}',
         result="[TOOL_RESULTS]{content}[/TOOL_RESULTS]",
         call_start="",
         name_end="[ARGS]",
@@ -71,8 +66,6 @@ JSON_FORMATS = {
         marker="<TOOLCALL>",
         tokens=("<TOOLCALL>", "</TOOLCALL>"),
         clues=("<TOOLCALL>",),
-        instructions=INSTRUCTIONS
-        + '<TOOLCALL>[{"name": "function name", "arguments": {"argument name": "value"}}]</TOOLCALL>',
         result="<TOOL_RESPONSE>[{content}]</TOOL_RESPONSE>",
     ),
     "hunyuan_a13b": ToolFormat(
@@ -82,8 +75,6 @@ JSON_FORMATS = {
         marker="<tool_calls>",
         tokens=("<tool_calls>", "</tool_calls>"),
         clues=('<tool_calls>[{"name": "',),
-        instructions=INSTRUCTIONS
-        + '<tool_calls>[{"name": "function name", "arguments": {"argument name": "value"}}]</tool_calls>',
         result="<tool_response>{content}</tool_response>",
     ),
     "cohere_command3": ToolFormat(  # Command R7B and later
@@ -93,9 +84,6 @@ JSON_FORMATS = {
         marker="<|START_ACTION|>",
         tokens=("<|START_ACTION|>", "<|END_ACTION|>"),
         clues=("<|START_ACTION|>", '"tool_name": "'),
-        instructions=INSTRUCTIONS
-        + '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "function name", '
-        + '"parameters": {"argument name": "value"}}\n]<|END_ACTION|>',
         result='<|START_TOOL_RESULT|>[\n    {"results": {"0": "{content}"}}\n]<|END_TOOL_RESULT|>',
         call_start='{"tool_call_id": "',
         written_id=WrittenId("0-9", 0, '", "tool_name": "'),  # models count the calls of the conversation
@@ -108,8 +96,7 @@ JSON_FORMATS = {
         marker="<|tool_calls|>",
         tokens=_SOLAR_TOKENS,
         clues=("<|tool_call:begin|>", "<|tool_call:args|>"),
-        instructions=INSTRUCTIONS
-        + "<|tool_calls|><|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>function name<|tool_call:args|>"
+        example="<|tool_calls|><|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>function name<|tool_call:args|>"
         + '{"argument name": "value"}<|tool_call:end|><|calls|>',
         result="{content}",
         call_start="<|tool_call:begin|>",
@@ -127,8 +114,6 @@ JSON_FORMATS = {
         marker="<|tool_call|>",
         tokens=("<|tool_call|>",),
         clues=("<|tool_call|>",),
-        instructions=INSTRUCTIONS
-        + '<|tool_call|>[{"name": "function name", "arguments": {"argument name": "value"}}]',
         result="{content}",
     ),
     "deepseek_v3": ToolFormat(
@@ -138,9 +123,6 @@ JSON_FORMATS = {
         marker="<｜tool▁calls▁begin｜>",
         tokens=_DEEPSEEK_TOKENS,
         clues=("<｜tool▁sep｜>", "```json"),
-        instructions=INSTRUCTIONS
-        + "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>function name\n```json\n"
-        + '{"argument name": "value"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
         result=_DEEPSEEK_RESULT,
         call_start="",
         name_end="\n```json\n",
@@ -153,9 +135,6 @@ JSON_FORMATS = {
         marker="<｜tool▁calls▁begin｜>",
         tokens=_DEEPSEEK_TOKENS,
         clues=("<｜tool▁sep｜>",),
-        instructions=INSTRUCTIONS
-        + "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function name<｜tool▁sep｜>"
-        + '{"argument name": "value"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
         result=_DEEPSEEK_RESULT,
         call_start="",
         name_end="<｜tool▁sep｜>",
@@ -168,8 +147,7 @@ JSON_FORMATS = {
         marker="<|tool_calls_section_begin|>",
         tokens=_KIMI_TOKENS,
         clues=("<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>"),
-        instructions=INSTRUCTIONS
-        + "<|tool_calls_section_begin|><|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>"
+        example="<|tool_calls_section_begin|><|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>"
         + '{"argument name": "value"}<|tool_call_end|><|tool_calls_section_end|>',
         result="{content}",
         call_start="",
@@ -185,8 +163,7 @@ JSON_FORMATS = {
         marker="<|channel|>commentary to=",
         tokens=("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>"),
         clues=("<|channel|>", "<|message|>"),
-        instructions=INSTRUCTIONS
-        + "<|channel|>commentary to=functions.name <|constrain|>json<|message|>"
+        example="<|channel|>commentary to=functions.name <|constrain|>json<|message|>"
         + '{"argument name": "value"}<|call|>',
         result="The function's result: {content}",
         call_start="",
@@ -202,8 +179,8 @@ JSON_FORMATS = {
         name_end='", "parameters": ',
         tokens=(),
         clues=("ipython", '"parameters": '),  # the role of results; Llama 3.2 names no <|python_tag|>
-        instructions=INSTRUCTIONS
-        + '{"name": "function name", "parameters": {"argument name": "value"}}\n\nWrite nothing else then.',
+        example='{"name": "function name", "parameters": {"argument name": "value"}}'
+        + "\n\nWrite nothing else then.",
         result="The function's result: {content}",
     ),
 }

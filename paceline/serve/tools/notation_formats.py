@@ -7,7 +7,7 @@ from dataclasses import replace
 from paceline.serve.tools.pairs import Pairs
 from paceline.serve.tools.pythonic import Pythonic
 from paceline.serve.tools.quoted import Quoted
-from paceline.serve.tools.tool_format import INSTRUCTIONS, ToolFormat
+from paceline.serve.tools.tool_format import ToolFormat
 
 _HUNYUAN_TOKENS = tuple(
     f"<{slash}{name}:opensource>"
@@ -21,7 +21,7 @@ _PYTHONIC = ToolFormat(
     marker="",
     tokens=(),
     clues=("[func_name1(param", "ipython"),
-    instructions=INSTRUCTIONS + '[function_name(argument_name="value")]\n\nWrite nothing else then.',
+    example='[function_name(argument_name="value")]\n\nWrite nothing else then.',
     result="The function's result: {content}",
     call_start="",
     name_end="(",
@@ -37,9 +37,6 @@ NOTATION_FORMATS = {
         marker="<tool_call>",
         tokens=("<tool_call>", "</tool_call>"),
         clues=("<function=", "<parameter="),
-        instructions=INSTRUCTIONS
-        + "<tool_call>\n<function=function name>\n<parameter=argument name>\nvalue\n</parameter>\n"
-        + "</function>\n</tool_call>",
         result="<tool_response>\n{content}\n</tool_response>",
         call_start="",
         name_end=">\n",
@@ -53,9 +50,6 @@ NOTATION_FORMATS = {
         marker="<seed:tool_call>",
         tokens=("<seed:tool_call>", "</seed:tool_call>"),
         clues=("<seed:tool_call>", "<function=", "<parameter="),
-        instructions=INSTRUCTIONS
-        + "<seed:tool_call>\n<function=function name>\n<parameter=argument name>value</parameter>\n"
-        + "</function>\n</seed:tool_call>",
         result="{content}",
         call_start="",
         name_end=">\n",
@@ -69,9 +63,6 @@ NOTATION_FORMATS = {
         marker="<minimax:tool_call>",
         tokens=("<minimax:tool_call>", "</minimax:tool_call>"),
         clues=("<minimax:tool_call>", '<invoke name="'),
-        instructions=INSTRUCTIONS
-        + '<minimax:tool_call>\n<invoke name="function name">\n'
-        + '<parameter name="argument name">value</parameter>\n</invoke>\n</minimax:tool_call>',
         result="<response>{content}</response>",
         call_start="",
         name_end='">\n',
@@ -85,9 +76,6 @@ NOTATION_FORMATS = {
         marker="<tool_call>",
         tokens=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
         clues=("<arg_key>", "<arg_value>"),
-        instructions=INSTRUCTIONS
-        + "<tool_call>function name\n<arg_key>argument name</arg_key>\n<arg_value>value</arg_value>\n"
-        + "</tool_call>",
         result="<tool_response>\n{content}\n</tool_response>",
         call_start="",
         name_end="\n",
@@ -101,8 +89,6 @@ NOTATION_FORMATS = {
         marker="<tool_call>",
         tokens=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
         clues=("<arg_key>", "<arg_value>", "</arg_key><arg_value>"),
-        instructions=INSTRUCTIONS
-        + "<tool_call>function name<arg_key>argument name</arg_key><arg_value>value</arg_value></tool_call>",
         result="<tool_response>{content}</tool_response>",
         call_start="",
         name_end="",
@@ -116,11 +102,6 @@ NOTATION_FORMATS = {
         marker="<tool_calls:opensource>",
         tokens=_HUNYUAN_TOKENS,
         clues=("<tool_calls{}>", "<tool_sep{}>", ":opensource"),  # its template puts the names together
-        instructions=INSTRUCTIONS
-        + "<tool_calls:opensource>\n<tool_call:opensource>function name<tool_sep:opensource>\n"
-        + "<arg_key:opensource>argument name</arg_key:opensource>\n"
-        + "<arg_value:opensource>value</arg_value:opensource>\n"
-        + "</tool_call:opensource>\n</tool_calls:opensource>",
         result="<tool_response:opensource>\n{content}\n</tool_response:opensource>",
         call_start="",
         name_end="<tool_sep:opensource>\n",
@@ -138,8 +119,7 @@ NOTATION_FORMATS = {
         marker="<|tool_call>",
         tokens=("<|tool_call>", "<tool_call|>", '<|"|>'),
         clues=("<|tool_call>", '<|"|>'),
-        instructions=INSTRUCTIONS
-        + '<|tool_call>call:function name{argument name:<|"|>text<|"|>}<tool_call|>',
+        example='<|tool_call>call:function name{argument name:<|"|>text<|"|>}<tool_call|>',
         result='<|tool_response>response{value:<|"|>{content}<|"|>}<tool_response|>',
         call_start="",
         name_end="{",
@@ -153,8 +133,8 @@ NOTATION_FORMATS = {
         marker="<start_function_call>",
         tokens=("<start_function_call>", "<end_function_call>", "<escape>"),
         clues=("<start_function_call>", "<escape>"),
-        instructions=INSTRUCTIONS
-        + "<start_function_call>call:function name{argument name:<escape>text<escape>}<end_function_call>",
+        example="<start_function_call>call:function name{argument name:<escape>text<escape>}"
+        + "<end_function_call>",
         result="<start_function_response>response{value:<escape>{content}<escape>}<end_function_response>",
         call_start="",
         name_end="{",
@@ -168,8 +148,7 @@ NOTATION_FORMATS = {
         marker="<|tool_call_start|>",
         tokens=("<|tool_call_start|>", "<|tool_call_end|>"),
         clues=("List of tools: ", "<|im_start|>"),
-        instructions=INSTRUCTIONS
-        + '<|tool_call_start|>[function_name(argument_name="value")]<|tool_call_end|>',
+        example='<|tool_call_start|>[function_name(argument_name="value")]<|tool_call_end|>',
         result="<|tool_response_start|>{content}<|tool_response_end|>",
         call_start="",
         name_end="(",

@@ -46,7 +46,7 @@ class ReasoningParser(_SplittingParser):
         super().__init__(parser)
         self._format = format
         self._read = self._read_reasoning if is_open else self._read_start
-        self._has_begun = False  # some reasoning was given
+        self._has_begun = False  # reasoning: white space before it is dropped
 
     def _parse_buffer(self) -> list[Event]:
         return self._read()
@@ -68,16 +68,8 @@ class ReasoningParser(_SplittingParser):
     def _read_reasoning(self) -> list[Event]:
         if not self._has_begun:
             self._buffer = self._buffer.lstrip()
-        end = self._buffer.find(self._format.end)
-        held = len(self._buffer) - overlap(self._buffer, self._format.end) if end < 0 else end
-        text = self._buffer[:held].rstrip()
-        events: list[Event] = [Reasoning(text)] if text else []
-        self._has_begun = self._has_begun or bool(text)
-        if end < 0:
-            self._buffer = self._buffer[len(text) :]
-            return events
-        self._buffer, self._read = self._buffer[end + len(self._format.end) :], self._read_answer
-        return events + self._read()
+            self._has_begun = bool(self._buffer)
+        return self._read_until(self._format.end, Reasoning, self._read_answer)
 
     def _read_answer(self) -> list[Event]:
         """White space between reasoning and content is dropped, and what begins the answer."""
@@ -92,15 +84,20 @@ class ReasoningParser(_SplittingParser):
         return self._read()
 
     def _read_content(self) -> list[Event]:
-        """Content up to the mark that ends it. White space is held back: it is dropped before the mark."""
-        at = self._buffer.find(self._format.answer_end)
-        end = len(self._buffer) - overlap(self._buffer, self._format.answer_end) if at < 0 else at
+        return self._read_until(self._format.answer_end, Content, self._read_end)
+
+    def _read_until(
+        self, mark: str, kind: type[Content | Reasoning], read_next: Callable[[], list[Event]]
+    ) -> list[Event]:
+        """Text up to a mark. White space is held back: it is dropped before the mark."""
+        at = self._buffer.find(mark)
+        end = len(self._buffer) - overlap(self._buffer, mark) if at < 0 else at
         text = self._buffer[:end].rstrip()
-        events: list[Event] = [Content(text)] if text else []
+        events: list[Event] = [kind(text)] if text else []
         if at < 0:
             self._buffer = self._buffer[len(text) :]
             return events
-        self._buffer, self._read = self._buffer[at + len(self._format.answer_end) :], self._read_end
+        self._buffer, self._read = self._buffer[at + len(mark) :], read_next
         return events + self._read()
 
     def _read_end(self) -> list[Event]:

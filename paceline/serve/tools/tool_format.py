@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from paceline.serve.tools.arguments import Notation
 from paceline.serve.tools.channels import Channels
 
-# how a system message describes tools; each format adds what a call looks like
+# how a system message describes tools; an example of a call follows
 INSTRUCTIONS = """You can call functions to help with the user's request. These are their JSON descriptions:
 <tools>
 {tools}
@@ -25,6 +25,7 @@ INSTRUCTIONS = """You can call functions to help with the user's request. These 
 
 To call one, write a JSON object with its name and its arguments, like this:
 """
+EXAMPLE = ("function name", '{"argument name": "value"}')
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,7 @@ class ToolFormat:
     marker: str  # the part of `begin` that occurs only before calls; "": calls can only start the output
     tokens: tuple[str, ...]  # texts that are single tokens in some vocabularies
     clues: tuple[str, ...]  # a chat template that contains all of these uses this format
-    instructions: str  # system message if the template lacks tools; {tools} becomes their JSON
-    result: str  # user message with a call's result if it does; {content} becomes the result
+    result: str  # user message with a call's result if the template lacks tools; {content} becomes the result
     call_start: str = '{"name": "'
     name_end: str = '", "arguments": '  # its first character is in no name; "": that of call_end ends it
     counted: bool = False  # a colon and a number follow the name
@@ -65,6 +65,12 @@ class ToolFormat:
     written_id: WrittenId | None = None  # stands between call_start and the name
     around: tuple[str, str] = ("", "")  # marks that a model may write around all calls, or leave out
     fenced: bool = False  # models may also write a call as a fenced JSON block, see FENCE_START
+    example: str = ""  # of a call, for `instructions`; "": as `write` writes EXAMPLE
+
+    @property
+    def instructions(self) -> str:
+        """The system message if the template lacks tools; {tools} becomes their JSON."""
+        return INSTRUCTIONS + (self.example or self.write([EXAMPLE]))
 
     @property
     def opening(self) -> str:

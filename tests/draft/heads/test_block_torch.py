@@ -19,7 +19,7 @@ from paceline.core.sampling import SamplingState
 from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.draft.base import DraftSampling
 from paceline.draft.growing_tree import Scoring
-from paceline.draft.growth import ROOT, ChosenTree, make_tree, merged
+from paceline.draft.growth import ROOT, ChosenTree, make_tree, to_draft_trees
 from paceline.draft.heads.block import BlockDrafter, DFlashDrafter, DSparkDrafter
 from paceline.draft.heads.head_options import EagleOptions
 from paceline.draft.model.draft_cache import Context
@@ -87,7 +87,7 @@ class AgainstWhole(BlockDrafter):
                     self._runner.head.guesses(states, before).numpy(),
                     None if confidence is None else confidence.sigmoid().numpy(),
                 )
-            assert proposed.tree_lists(number) == merged([tree]).tree_lists(0)
+            assert proposed.tree_lists(number) == to_draft_trees([tree]).tree_lists(0)
             self.compared += 1
         return proposed
 

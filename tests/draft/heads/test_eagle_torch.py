@@ -17,7 +17,7 @@ from paceline.backends.torch.backend import TorchBackend
 from paceline.core.params import SamplingParams
 from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.draft.base import DraftSampling, Target
-from paceline.draft.growth import make_tree, merged
+from paceline.draft.growth import make_tree, to_draft_trees
 from paceline.draft.heads.eagle import Eagle3Drafter, EagleDrafter
 from paceline.draft.heads.head_options import EagleOptions
 from paceline.draft.model.draft_cache import Context
@@ -100,7 +100,7 @@ class AgainstWhole(EagleDrafter):
                 paths = [path_of(tree, node) for node in tree.frontier]
                 logits = [self._runner.head.logits(self._output(request.token_ids, path)) for path in paths]
                 tree.grow(torch.stack(logits).numpy())
-            assert proposed.tree_lists(number) == merged([tree]).tree_lists(0)
+            assert proposed.tree_lists(number) == to_draft_trees([tree]).tree_lists(0)
             self.compared += 1
         return proposed
 
@@ -141,7 +141,7 @@ class AgainstMasked(Against3):
             for row in self._guesses(request.token_ids, plan.levels):
                 if tree.frontier:
                     tree.grow(row.expand(len(tree.frontier), -1).numpy())
-            assert proposed.tree_lists(number) == merged([tree]).tree_lists(0)
+            assert proposed.tree_lists(number) == to_draft_trees([tree]).tree_lists(0)
             self.compared += 1
         return proposed
 

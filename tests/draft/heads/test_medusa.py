@@ -16,7 +16,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.draft.base import DraftSampling, Target
 from paceline.draft.growing_tree import GrowingTree
-from paceline.draft.growth import make_tree, merged
+from paceline.draft.growth import make_tree, to_draft_trees
 from paceline.draft.heads.head_options import HeadOptions
 from paceline.draft.heads.medusa import MedusaDrafter
 from paceline.draft.heads.ranked import make_ranked_tree
@@ -71,7 +71,7 @@ class AgainstWhole(MedusaDrafter):
                 if tree.frontier:
                     tree.grow(np.stack([level] * len(tree.frontier)))
             assert not tree.frontier
-            assert proposed.tree_lists(number) == merged([tree]).tree_lists(0)
+            assert proposed.tree_lists(number) == to_draft_trees([tree]).tree_lists(0)
             self.compared += 1
         return proposed
 

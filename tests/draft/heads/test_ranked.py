@@ -9,7 +9,7 @@ from paceline.core.tree_shapes import ROOT
 from paceline.core.trees import DraftPlan
 from paceline.draft.base import DraftSampling
 from paceline.draft.growing_tree import Scoring
-from paceline.draft.growth import merged
+from paceline.draft.growth import to_draft_trees
 from paceline.draft.heads.ranked import make_ranked_tree, shape_of
 from paceline.draft.model.vocabulary import trimmed_vocabulary
 from paceline.verify.sampling import Sampler
@@ -27,7 +27,7 @@ def grown(plan: DraftPlan, sampling: DraftSampling = DraftSampling.COUPLED, temp
         if tree.frontier:
             tree.grow(np.stack([level] * len(tree.frontier)))
     assert not tree.frontier
-    return merged([tree])
+    return to_draft_trees([tree])
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_heads_that_guess_a_part_of_the_vocabulary_name_its_tokens():
     plan = DraftPlan("medusa", 9, 2, 1)
     tree = make_ranked_tree(context_of(request), plan, scoring, DraftSampling.COUPLED, PATHS)
     tree.grow(np.array([[3.0, 0.0, 0.0, 2.0]], dtype=np.float32))
-    assert merged([tree]).tree_lists(0) == ([8, 6], [-1, -1])
+    assert to_draft_trees([tree]).tree_lists(0) == ([8, 6], [-1, -1])
 
 
 def test_drawn_nodes_have_the_same_shape():

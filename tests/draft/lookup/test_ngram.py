@@ -76,10 +76,10 @@ def test_nothing_is_kept_of_requests_that_ended():
     drafter = NgramDrafter(NgramDrafter.Options())
     request = make_request([1, 2, 1, 2])
     drafter.propose([request], [DraftPlan("ngram", 3)])
-    assert len(drafter._indexes) == 1
+    assert len(drafter._indexes._indexes) == 1
     drafter.forget(request)
     drafter.forget(make_request([1]))  # never proposed for
-    assert len(drafter._indexes) == 0
+    assert len(drafter._indexes._indexes) == 0
 
 
 @pytest.mark.parametrize(

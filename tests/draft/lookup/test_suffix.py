@@ -236,17 +236,17 @@ class TestResponseCache:
 
     def test_a_client_that_invents_salts_gets_no_more_memory(self):
         cache = ResponseCache(LEVELS, 8)
-        size = cache.occurrences.num_bytes
+        size = cache.occurrences.table.nbytes
         for number in range(1000):
             cache.add([], [number] * 300, f"salt {number}")
-            assert len(cache) == cache.num_salts <= 8
+            assert len(cache) == len(cache._salts) <= 8
             assert len(cache.occurrences) <= 8 * 289
-        assert cache.occurrences.num_bytes == size
-        assert len(cache._keys) == len(cache._namespaces) == cache.num_salts
+        assert cache.occurrences.table.nbytes == size
+        assert len(cache._keys) == len(cache._namespaces) == len(cache._salts)
         assert cache.namespace_of("salt 0") == NO_NAMESPACE
         for _ in range(3):  # the last of the others go too
             cache.add([], [*range(900 + _, 1600 + _)])
-        assert cache.num_salts == 1
+        assert len(cache._salts) == 1
         assert not cache._namespaces
 
     def test_no_two_salts_have_the_same_owner(self, monkeypatch):
@@ -281,7 +281,7 @@ class TestResponseCache:
         assert len(entry) >= USUAL_RESPONSE
 
     def test_ten_thousand_responses_fit_in_300_megabytes(self):
-        assert ResponseCache(LEVELS, 10_000).occurrences.num_bytes < 200e6
+        assert ResponseCache(LEVELS, 10_000).occurrences.table.nbytes < 200e6
 
 
 @pytest.mark.parametrize(

@@ -93,12 +93,12 @@ def test_outputs_have_the_targets_distribution(rule, plan):
 
 def test_the_distance_reports_when_a_draft_names_another_distribution_than_it_drew_from(plant):
     """The negative control of the test above."""
-    merged = model_drafter.merged
+    merged = model_drafter.to_draft_trees
 
     def misnamed(trees):
         drafted = merged(trees)
         wrong = np.full_like(drafted.draws.draft_probs, 1 / VOCAB)
         return replace(drafted, draws=replace(drafted.draws, draft_probs=wrong))
 
-    plant(model_drafter, "merged", misnamed)
+    plant(model_drafter, "to_draft_trees", misnamed)
     assert distance(outputs("rejection", chain(3), DraftSampling.INDEPENDENT)) > 7

@@ -5,8 +5,9 @@ from __future__ import annotations
 from paceline.control.controller import FixedController
 from paceline.core.trees import DraftPlan
 from paceline.draft.base import UnboundDrafter
-from tests.engine.test_overlap import REQUESTS, Changing, expected, outcome
-from tests.toy import ScriptedDrafter, ToyBackend, drain, toy_engine
+from tests.engine.mixed_requests import REQUESTS, Changing, expected, outcome
+from tests.toy import ToyBackend, drain, toy_engine
+from tests.toy_drafter import ScriptedDrafter
 
 TRUTH = {tuple(ids): expected(number)[0] for number, (ids, _) in enumerate(REQUESTS)}
 ADDED = (2, 9)  # of the REQUESTS

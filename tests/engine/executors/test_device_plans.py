@@ -29,7 +29,7 @@ class Decoder:
 class Drafts:
     """Drafts anything on the device."""
 
-    def device_draft(self, plan: DraftPlan) -> DeviceDraft:
+    def draft(self, plan: DraftPlan) -> DeviceDraft:
         return DeviceDraft(plan.levels, nodes=plan.nodes if plan.branching > 1 else 0)
 
     forced_plan = DraftPlan("grammar", 7)
@@ -39,6 +39,10 @@ class Drafts:
 
     def num_forced(self, request: object) -> int:
         return 5
+
+    @property
+    def on_device(self) -> Drafts:
+        return self
 
 
 @pytest.mark.parametrize("plans", [1, 2])

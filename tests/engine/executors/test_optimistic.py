@@ -12,9 +12,9 @@ from paceline.draft.device import OPTIMISTIC_PASSES, TextDrafts
 from paceline.draft.lookup.ngram import NgramDrafter
 from paceline.draft.lookup.suffix import SuffixDrafter, SuffixOptions
 from paceline.engine.executors.optimistic import MAX_DRAFTED
+from tests.engine.mixed_requests import REQUESTS, Hosted, alone, expected, outcome, params
 from tests.engine.test_exactness import prompt
 from tests.engine.test_lookup import Repeating
-from tests.engine.test_overlap import REQUESTS, Hosted, alone, expected, outcome, params
 from tests.toy import ToyBackend, drain, toy_engine
 from tests.toy_decoder import ToyDecoder
 from tests.toy_tokenizer import VOCAB
@@ -197,7 +197,7 @@ def test_an_optimistic_drafter_that_raises_is_not_asked_again(given):
     assert [request.output_token_ids for request in requests] == list(truth.values())
     assert all(request.failed_drafters == {"scripted"} for request in requests)
     assert len(drafter.asked) == 3  # of both
-    assert engine._drafting.failures == 1
+    assert engine._drafting.faults.count == 1
     drafted = [host_drafts for _, host_drafts in given if host_drafts is not None]
     assert drafted[-1] == [[-1] * (1 + REACH)] * 2  # the pass that it was asked for
     assert given[-1][1] is None  # then they are plain

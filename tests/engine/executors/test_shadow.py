@@ -13,9 +13,9 @@ from paceline.core.trees import PLAIN, DraftPlan
 from paceline.draft.base import DrafterNeeds
 from paceline.draft.lookup.ngram import NgramDrafter
 from paceline.engine.executors.shadow import MAX_FOLLOWED
+from tests.engine.mixed_requests import params
 from tests.engine.test_exactness import prompt
 from tests.engine.test_lookup import Repeating
-from tests.engine.test_overlap import params
 from tests.toy import drain, toy_engine
 
 LENGTH = 4

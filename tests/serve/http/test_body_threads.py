@@ -13,10 +13,10 @@ import pytest
 from pydantic import BaseModel
 
 from paceline.errors import OverloadedError
-from paceline.serve import places, service
+from paceline.serve import queue_slots, service
 from paceline.serve.http import bodies
 from paceline.serve.openai import answers
-from paceline.serve.places import LARGE_BODY
+from paceline.serve.queue_slots import LARGE_BODY
 from tests.serve.api import Api
 from tests.serve.running import PATIENCE, Client, read_answer, serving, until
 from tests.toy import toy_engine
@@ -82,15 +82,15 @@ def test_bodies_being_parsed_count_against_the_queue(monkeypatch: Any) -> None:
 
 
 def test_waiting_large_bodies_are_bounded_in_bytes(api: Api, monkeypatch: Any) -> None:
-    monkeypatch.setattr(places, "MAX_WAITING_BYTES", 3 * MEBIBYTE)
+    monkeypatch.setattr(queue_slots, "MAX_WAITING_BYTES", 3 * MEBIBYTE)
 
     async def work() -> None:
-        taken = [await api.models.places.reserve_place(MEBIBYTE) for _ in range(places.READERS)]
-        waiting = [asyncio.ensure_future(api.models.places.reserve_place(MEBIBYTE)) for _ in range(3)]
+        taken = [await api.models.queue_slots.reserve(MEBIBYTE) for _ in range(queue_slots.READERS)]
+        waiting = [asyncio.ensure_future(api.models.queue_slots.reserve(MEBIBYTE)) for _ in range(3)]
         await asyncio.sleep(0)
         with pytest.raises(OverloadedError):
-            await api.models.places.reserve_place(MEBIBYTE)
-        (await api.models.places.reserve_place(LARGE_BODY)).close()  # small ones do not wait
+            await api.models.queue_slots.reserve(MEBIBYTE)
+        (await api.models.queue_slots.reserve(LARGE_BODY)).close()  # small ones do not wait
         for place in taken:
             place.close()
         for one in waiting:
@@ -98,7 +98,7 @@ def test_waiting_large_bodies_are_bounded_in_bytes(api: Api, monkeypatch: Any) -
 
     api.run(work)
     assert api.front.num_requests == 0
-    assert api.models.places.waiting_bytes == 0
+    assert api.models.queue_slots.waiting_bytes == 0
 
 
 @pytest.mark.parametrize("size", [10, 2 * LARGE_BODY])

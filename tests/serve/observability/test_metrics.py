@@ -25,7 +25,8 @@ from paceline.serve.routes.models import Models
 from paceline.serve.service import Service
 from paceline.terminal.flag_groups import SERVER
 from tests.serve.running import Client, serving
-from tests.toy import ENDLESS, ScriptedDrafter, ToyBackend, ToyTokenizer, drain, roomy_engine, toy_engine
+from tests.toy import ENDLESS, ToyBackend, ToyTokenizer, drain, roomy_engine, toy_engine
+from tests.toy_drafter import ScriptedDrafter
 
 DOCS = Path(__file__).parents[3] / "docs"
 DASHBOARD = DOCS / "grafana" / "paceline.json"

@@ -5,17 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from paceline.errors import ConfigError
-from paceline.models.checkpoint import Checkpoint
 from paceline.models.transformer.model import Transformer
 from paceline.train.data.examples import Examples
 from paceline.train.loop import trainer as trainer_module
@@ -24,17 +21,13 @@ from paceline.train.loop.batches import (
     Batch,
     Indices,
     all_batches,
-    collate,
     epoch_batches,
-    segment_shares,
-    split,
 )
 from paceline.train.loop.processes import Processes
 from paceline.train.loop.progress import Pace, Progress, Record, choose_pace, learning_rate
 from paceline.train.loop.trainer import Trainer
 from paceline.train.objectives.eagle3_objective import Eagle3Objective
 from paceline.train.objectives.losses import StepLosses
-from paceline.train.objectives.new_head import choose_draft_ids, coverage, head_config, new_head
 from paceline.train.options import Eagle3Options
 from tests.large import repeated
 
@@ -288,62 +281,6 @@ def test_epochs_decide_the_number_of_steps(target: Transformer, examples: Exampl
     run = trainer(target, examples, tmp_path, options)
     batches = [epoch_batches(examples, run.chosen, options.batch_tokens, 0, epoch) for epoch in range(2)]
     assert run.train().step == len(batches[0]) + len(batches[1])
-
-
-def test_an_epoch_has_every_example_once_and_no_batch_is_too_large(examples: Examples) -> None:
-    chosen, held_out = split(examples, 0.1, seed=0)
-    assert sorted([*chosen, *held_out]) == list(range(len(examples)))
-    for epoch in range(2):
-        batches = epoch_batches(examples, chosen, 96, 0, epoch)
-        assert sorted(np.concatenate(batches)) == chosen.tolist()
-        for indices in batches:
-            assert collate(examples, indices, torch.device("cpu")).tokens.numel() <= 96
-    first, second = (np.concatenate(epoch_batches(examples, chosen, 96, 0, epoch)) for epoch in range(2))
-    assert first.tolist() != second.tolist()
-
-
-def test_weights_say_how_often_an_epoch_has_the_examples_of_a_segment(examples: Examples) -> None:
-    segments = ["chat" if index % 2 else "code" for index in range(len(examples))]
-    mixed = replace(examples, segments=segments)
-    shares = segment_shares(mixed, {"chat": 2.5})
-    chosen = np.arange(len(examples))
-    epochs = [np.concatenate(epoch_batches(mixed, chosen, 96, 0, epoch, shares)) for epoch in range(8)]
-    counts = np.array([np.bincount(epoch, minlength=len(examples)) for epoch in epochs])
-    assert (counts[:, ::2] == 1).all()
-    assert set(counts[:, 1::2].flat) == {2, 3}
-    assert abs(counts[:, 1::2].mean() - 2.5) < 0.2
-    rare = segment_shares(mixed, {"chat": 1e-6, "code": 1e-9})
-    assert [len(batch) for batch in epoch_batches(mixed, chosen, 96, 0, 0, rare)] == [1]
-    with pytest.raises(ConfigError, match="has the segments chat, code"):
-        segment_shares(mixed, {"chats": 2.0})
-
-
-def test_at_least_one_prompt_is_held_out_unless_disabled(examples: Examples) -> None:
-    assert len(np.unique(examples.prompts[split(examples, 0.001, seed=0)[1]])) == 1
-    assert not len(split(examples, 0.0, seed=0)[1])
-
-
-def test_all_answers_to_a_prompt_are_held_out_or_none(examples: Examples) -> None:
-    chosen, held_out = split(examples, 0.2, seed=3)
-    assert len(held_out) > 2
-    assert not set(examples.prompts[chosen]) & set(examples.prompts[held_out])
-
-
-def test_the_draft_vocabulary_is_the_most_frequent_tokens() -> None:
-    counts = np.array([3, 0, 9, 3, 5])
-    assert choose_draft_ids(counts, 3).tolist() == [0, 2, 4]  # of 0 and 3, alike, the lower
-    assert coverage(counts, choose_draft_ids(counts, 3)) == 17 / 20
-
-
-def test_a_new_head_scores_like_its_target_without_its_certainty(
-    target: Transformer, checkpoint: Checkpoint
-) -> None:
-    draft_ids = np.array([1, 4, 9], dtype=np.int32)
-    options = Eagle3Options(**{**vars(OPTIONS), "draft_vocab_size": 3})
-    head = new_head(head_config(checkpoint.config, options, None), target, draft_ids, 0)
-    state = torch.randn(60, generator=torch.Generator().manual_seed(0))
-    size = target.norm.weight.square().mean().sqrt()
-    torch.testing.assert_close(head.logits(state), target.logits(state)[[1, 4, 9]] / size)
 
 
 def test_the_expected_length_multiplies_the_matches() -> None:

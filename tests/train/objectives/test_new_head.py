@@ -1,4 +1,4 @@
-"""A widened head begins as the head that it was made of."""
+"""A new head begins like its target, and a widened one as the head that it was made of."""
 
 from __future__ import annotations
 
@@ -8,8 +8,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from paceline.models.checkpoint import Checkpoint
 from paceline.models.transformer.model import Transformer
-from paceline.train.objectives.new_head import widened, wider_sizes
+from paceline.train.objectives.new_head import (
+    choose_draft_ids,
+    coverage,
+    head_config,
+    new_head,
+    widened,
+    wider_sizes,
+)
 from paceline.train.options import Eagle3Options
 from tests import tiny_families
 from tests.train.heads import DRAFT_IDS, random_head
@@ -44,3 +52,20 @@ def test_only_larger_sizes_that_were_asked_for_widen_a_head(target: Transformer)
     assert wider_sizes(config, Eagle3Options(draft_vocab_size=10**6)) == {"draft_vocab_size": 49_152}
     asked = Eagle3Options(draft_vocab_size=4096, intermediate_size=64)
     assert wider_sizes(config, asked) == {"intermediate_size": 64}
+
+
+def test_the_draft_vocabulary_is_the_most_frequent_tokens() -> None:
+    counts = np.array([3, 0, 9, 3, 5])
+    assert choose_draft_ids(counts, 3).tolist() == [0, 2, 4]  # of 0 and 3, alike, the lower
+    assert coverage(counts, choose_draft_ids(counts, 3)) == 17 / 20
+
+
+def test_a_new_head_scores_like_its_target_without_its_certainty(
+    target: Transformer, checkpoint: Checkpoint
+) -> None:
+    draft_ids = np.array([1, 4, 9], dtype=np.int32)
+    options = Eagle3Options(draft_vocab_size=3, intermediate_size=32)
+    head = new_head(head_config(checkpoint.config, options, None), target, draft_ids, 0)
+    state = torch.randn(60, generator=torch.Generator().manual_seed(0))
+    size = target.norm.weight.square().mean().sqrt()
+    torch.testing.assert_close(head.logits(state), target.logits(state)[[1, 4, 9]] / size)

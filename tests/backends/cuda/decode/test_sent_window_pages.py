@@ -26,8 +26,9 @@ from tests.engine.test_window_groups import (
     least_windows,
     serve,
 )
-from tests.toy import ScriptedDrafter, toy_engine
+from tests.toy import toy_engine
 from tests.toy_decoder import ToyDecoder
+from tests.toy_drafter import ScriptedDrafter
 
 CPU = torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""Places: how requests are admitted before the model that they ask for is known."""
+"""QueueSlots: how requests are admitted before the model that they ask for is known."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ def is_large(size: int) -> bool:
     return size > LARGE_BODY
 
 
-class Place:
-    """A request's place in one engine's queue until it is submitted, and its turn if its body is large."""
+class QueueSlot:
+    """A request's slot in one engine's queue until it is submitted, and its turn if its body is large."""
 
     def __init__(self) -> None:
         self._queue = ExitStack()
         self._reader = ExitStack()
 
-    def __enter__(self) -> Place:
+    def __enter__(self) -> QueueSlot:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def move_to(self, engine: EngineClient) -> None:
-        """Take a place in the queue of this engine, instead of the current one. OverloadedError: it is full,
-        and the request has no place."""
+        """Take a slot in the queue of this engine, instead of the current one. OverloadedError: it is full,
+        and the request has no slot."""
         self._queue.close()
         self._queue.enter_context(engine.preparing())
 
     def hold(self, reader: asyncio.Semaphore) -> None:
-        """Release this semaphore, which the caller has acquired, with the place."""
+        """Release this semaphore, which the caller has acquired, with the slot."""
         self._reader.callback(reader.release)
 
     def close(self) -> None:
-        """Give the place up: the request was submitted, or has ended."""
+        """Give the slot up: the request was submitted, or has ended."""
         self._queue.close()
         self._reader.close()
 
 
 @dataclass
-class Places:
+class QueueSlots:
     """Admits requests to a server. Its engines count each as a waiting request."""
 
     engines: Sequence[EngineClient]
@@ -59,34 +59,34 @@ class Places:
     reading: threading.Lock = field(default_factory=threading.Lock)  # held while a large body is parsed
     waiting_bytes: int = 0  # of large bodies that wait for their turn
 
-    async def reserve_place(self, size: int) -> Place:
-        """A place for a request with a body of `size` bytes, held until it is closed.
+    async def reserve(self, size: int) -> QueueSlot:
+        """A slot for a request with a body of `size` bytes, held until it is closed.
 
-        Which model it asks for is not known yet, so it takes a place at the first engine that has one. Only
+        Which model it asks for is not known yet, so it takes a slot of the first engine that has one. Only
         READERS large bodies are handled at a time, so that small ones do not wait behind them. Raises
         OverloadedError if there is no room.
         """
-        place = self._first_free()
+        slot = self._first_free()
         try:
             if is_large(size):
                 await self._wait_for_reader(size)
-                place.hold(self.readers)
+                slot.hold(self.readers)
         except BaseException:
-            place.close()
+            slot.close()
             raise
-        return place
+        return slot
 
-    def _first_free(self) -> Place:
+    def _first_free(self) -> QueueSlot:
         *others, last = self.engines
-        place = Place()
+        slot = QueueSlot()
         for engine in others:
             try:
-                place.move_to(engine)
-                return place
+                slot.move_to(engine)
+                return slot
             except OverloadedError:
                 continue
-        place.move_to(last)
-        return place
+        slot.move_to(last)
+        return slot
 
     async def _wait_for_reader(self, size: int) -> None:
         if self.waiting_bytes and self.waiting_bytes + size > MAX_WAITING_BYTES:
