@@ -68,7 +68,7 @@ class DevicePlannerConfig:
     cascade_lengths: tuple[tuple[int, int], ...] = ((2, 2), (3, 3), (5, 5), (7, 7), (15, 3))
     # nodes, branching and depth of a head's trees: with few requests their rows cost little
     trees: tuple[tuple[int, int, int], ...] = ((7, 3, 4), (15, 4, 3), (15, 4, 5))
-    # lookups on the device; in a cascade with a head they need longer matches (engine/drafting.py)
+    # lookups on the device; in a cascade with a head they need longer matches (engine/device_drafting.py)
     lookup: Mapping[str, Any] = field(
         default_factory=lambda: {
             "method": "ngram",
