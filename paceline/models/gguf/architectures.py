@@ -168,7 +168,9 @@ _NEMOTRON_H = Architecture(
         "moe_latent_size": "moe_latent_size",
     }
     | _SIGMOID_EXPERT_KEYS,
-    names=_MAMBA_NAMES | _SHARED_EXPERT_NAMES | {"exp_probs_b": "mlp.gate.e_score_correction_bias"},
+    names=_MAMBA_NAMES
+    | _CORRECTED_EXPERT_NAMES
+    | {"ffn_latent_down": "mlp.fc1_latent_proj", "ffn_latent_up": "mlp.fc2_latent_proj"},
     more=readers.nemotron_h,
 )
 _DEEPSEEK2 = Architecture(
