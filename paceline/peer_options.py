@@ -38,6 +38,7 @@ _CONTEXT = "Use --max-model-len."
 _GPU_LAYERS = "Leave it out: a model runs as a whole on a GPU or on the CPU; --backend chooses."
 _ROWS = "Use --max-num-batched-tokens."
 _LENGTH = "Use --max-tokens; clients of a server send max_tokens."
+_DRAFT_MODEL = "Use --draft model:PATH, or of a draft head eagle3:PATH, dflash:, dspark: or assistant:."
 _DRAFT_LENGTH = (
     """Use --draft '{"method": ..., "num_speculative_tokens": N}', or leave it out: auto chooses."""
 )
@@ -64,8 +65,10 @@ LLAMA_CPP = {
     "-n": _LENGTH,
     "--n-predict": _LENGTH,
     "-p": "Use --prompt.",
-    "-md": "Use --draft model:PATH.",
-    "--model-draft": "Use --draft model:PATH.",
+    "-md": _DRAFT_MODEL,
+    "--model-draft": _DRAFT_MODEL,
+    "--spec-draft-model": _DRAFT_MODEL,
+    "--spec-type": _DRAFT_MODEL,
     "--draft-max": _DRAFT_LENGTH,
     "--draft-min": _DRAFT_LENGTH,
     "-ctk": _KV_TYPE,

@@ -101,6 +101,9 @@ class MoeConfig:
     # experts and shared MLP have norms of their own before and after them; the router norms and scales the
     # residual stream, and learned factors scale the weights that it gives
     own_norms: bool = False
+    # experts read and give a projection of the residual stream of this size; the router and the shared MLP
+    # read the stream itself. 0: experts do, too
+    latent_size: int = 0
 
     def beyond_llama(self) -> list[str]:
         """What of it the mixtures of llama's shape do not have, in words."""
@@ -112,6 +115,7 @@ class MoeConfig:
             "experts with biases": self.biases,
             "experts with scaled inputs": self.scaled_inputs,
             "experts with norms of their own": self.own_norms,
+            "experts in a latent space": self.latent_size > 0,
         }
         return [name for name, is_used in blocks.items() if is_used]
 
@@ -335,6 +339,11 @@ class ModelConfig:
             most = max(most, min(length, int(rope.original_max_position * rope.factor)))
         ropes = tuple(rope if own == self.rope else own for own in self.layer_ropes)
         return replace(self, rope=rope, layer_ropes=ropes, max_position=most)
+
+    @property
+    def expert_hidden(self) -> int:
+        """The numbers of a row that experts read and give."""
+        return (self.moe.latent_size if self.moe else 0) or self.hidden_size
 
     def beyond_llama(self) -> list[str]:
         """The blocks of this model that llama does not have, in words. The torch backend has all of them."""

@@ -104,8 +104,8 @@ def load_adapter(name: str, folder: Path, config: ModelConfig) -> Adapter:
             raise UnsupportedModelError(
                 f"{folder.name}: the tensor {stored[:120]} is not supported; adapters may change the "
                 "projections of attention, of recurrent layers, of MLPs and of experts, but neither "
-                "convolutions, decay rates nor norms. Train it with other target_modules or "
-                "target_parameters, or merge it into the model."
+                "convolutions, decay rates nor norms, nor the latent space of experts. Train it "
+                "with other target_modules or target_parameters, or merge it into the model."
             )
         (stacks if is_stack else sides).setdefault(module, {})[match["side"]] = tensor
         file_names[module] = match["module"]

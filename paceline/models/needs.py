@@ -46,7 +46,7 @@ KNOWN_BLOCKS = (
     | {"layers that share keys and values", "scaled layers", "per-layer embeddings"}
 )
 # Blocks that a backend has kernels for, as ModelConfig.beyond_llama names them; torch has all
-BACKEND_BLOCKS = {"cpu": KNOWN_BLOCKS, "cuda": KNOWN_BLOCKS}
+BACKEND_BLOCKS = {"cpu": KNOWN_BLOCKS | {"experts in a latent space"}, "cuda": KNOWN_BLOCKS}
 
 NO_LIMIT: Mapping[str, int] = MappingProxyType({})
 CACHED_BYTES = {"cpu": 2, "torch": 4, "cuda": 2}  # of a value of the KV cache, by default

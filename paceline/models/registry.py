@@ -84,7 +84,7 @@ def resolve(model: str) -> Path:
     path = Path(model).expanduser()
     try:
         if path.is_dir():
-            return _in_folder(path)
+            return in_folder(path)
         if path.is_file():
             return path.parent if path.suffix == ".safetensors" else path  # a part of the folder's model
     except (OSError, ValueError) as error:  # a name too long, a zero byte
@@ -103,7 +103,7 @@ def resolve(model: str) -> Path:
     )
 
 
-def _in_folder(folder: Path) -> Path:
+def in_folder(folder: Path) -> Path:
     """The folder of safetensors; or, if it has only GGUF files, the one that the hub would give."""
     files = [own.name for own in folder.glob("*.gguf")]
     if not files or (folder / "config.json").is_file():

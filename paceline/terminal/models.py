@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,9 +18,13 @@ from rich.text import Text
 from paceline.config import ROWS_PER_PASS, USUAL_ROWS_PER_PASS
 from paceline.errors import PacelineError
 from paceline.kv.sizing import PageBytes
-from paceline.models.checkpoint import Checkpoint
+from paceline.models.checkpoint import Checkpoint, Tensor
 from paceline.models.config import ModelConfig
 from paceline.models.files.hub import SHORT_NAMES
+from paceline.models.gguf.checkpoint import draft_method
+from paceline.models.gguf.reader import read_gguf
+from paceline.models.heads.assistant import load_assistant
+from paceline.models.heads.checkpoint import load_head
 from paceline.models.heads.fingerprint import target_fingerprint
 from paceline.models.heads.mtp import LAYOUTS
 from paceline.models.heads.registry import METHODS
@@ -117,15 +121,21 @@ def show_command(
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests at once, for the memory needed.")] = 1,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a model is, what its files hold, what it needs, and what would run it and draft for it."""
+    """Show what a model is, what its files hold, what it needs, and what would run it and draft for it.
+
+    Of a draft head in a GGUF file: what it is, and the --draft that names it.
+    """
     path = resolve(model)
+    if path.suffix == ".gguf" and (method := draft_method(read_gguf(path))):
+        _show_head(model, path, method, as_json)
+        return
     checkpoint = load_checkpoint(path)
     config = checkpoint.config
     context = max_model_len or min(config.max_position, USUAL_CONTEXT)
     needs = model_needs(checkpoint, context, max_num_seqs, _window_tokens(config, max_num_seqs))
     facts: dict[str, dict[str, object]] = {
         "config": dataclasses.asdict(config),
-        "tensors": _tensor_facts(checkpoint),
+        "tensors": _tensor_facts(checkpoint.tensors, checkpoint.quantization),
         "cache": {
             "context": context,
             "requests": max_num_seqs,
@@ -145,15 +155,37 @@ def show_command(
     typer.echo(path)
     facts["config"] = _changed(config)
     facts["cache"] = {name: value for name, value in facts["cache"].items() if value}
+    _print_tables(facts)
+    Console().print(_runs_table(needs, f"memory for {max_num_seqs} x {context:,} tokens, by --quantization"))
+    for backend, why in {need.backend: need.refused for need in needs if need.refused}.items():
+        typer.echo(f"{backend} refuses this {config.family} model: {why}.")
+
+
+def _show_head(model: str, path: Path, method: str, as_json: bool) -> None:
+    """Show what the draft head in a GGUF file is, and what drafts with it."""
+    head = load_assistant(path) if method == "assistant" else load_head(path)
+    facts: dict[str, dict[str, object]] = {
+        "config": dataclasses.asdict(head.config),
+        "tensors": _tensor_facts(head.tensors),
+    }
+    if as_json:
+        shown = {"model": model, "path": str(path), "draft_head": method, **facts}
+        typer.echo(json.dumps(shown, indent=2, default=sorted))
+        return
+    typer.echo(path)
+    facts["config"] = _changed(head.config)
+    _print_tables(facts)
+    typer.echo(f"A draft head: serve the model that it drafts for, with --draft {method}:{path}.")
+
+
+def _print_tables(facts: Mapping[str, Mapping[str, object]]) -> None:
+    """A table for each group of facts."""
     for title, group in facts.items():
         table = Table(title=title, title_justify="left", show_header=False)
         for name, value in group.items():  # drafters are named as --draft takes them
             label = name if title in ("tensors", "drafters") else _label(name)
             table.add_row(label, Text(_short(value)))  # as it is: rich takes brackets for markup
         Console().print(table)
-    Console().print(_runs_table(needs, f"memory for {max_num_seqs} x {context:,} tokens, by --quantization"))
-    for backend, why in {need.backend: need.refused for need in needs if need.refused}.items():
-        typer.echo(f"{backend} refuses this {config.family} model: {why}.")
 
 
 def _window_tokens(config: ModelConfig, requests: int) -> dict[str, int]:
@@ -180,20 +212,20 @@ def _gigabytes(need: Need) -> str:
     return "refused" if need.refused else f"{need.total_bytes / 1e9:.3g} GB"
 
 
-def _tensor_facts(checkpoint: Checkpoint) -> dict[str, object]:
+def _tensor_facts(tensors: Mapping[str, Tensor], quantization: str = "") -> dict[str, object]:
     """The number of tensors and bytes per kind, and the totals."""
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     parameters = 0
-    for tensor in checkpoint.tensors.values():
+    for tensor in tensors.values():
         counts[tensor.stored.kind] += 1
         sizes[tensor.stored.kind] += tensor.stored.nbytes
         parameters += math.prod(tensor.shape)
     kinds: dict[str, object] = {
         kind: {"tensors": counts[kind], "bytes": sizes[kind]} for kind in sorted(counts)
     }
-    if checkpoint.quantization:
-        kinds["quantization"] = checkpoint.quantization
+    if quantization:
+        kinds["quantization"] = quantization
     return {**kinds, "total": {"tensors": counts.total(), "bytes": sizes.total()}, "parameters": parameters}
 
 

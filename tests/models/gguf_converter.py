@@ -312,6 +312,8 @@ def add_nemotron(writer: gguf.GGUFWriter, config: Config) -> None:
         writer.add_expert_weights_norm(config["norm_topk_prob"])
         writer.add_expert_weights_scale(config["routed_scaling_factor"])
         writer.add_expert_group_count(config["n_group"])
+        if config["moe_latent_size"]:
+            writer.add_moe_latent_size(config["moe_latent_size"])
 
 
 def add_gemma4(writer: gguf.GGUFWriter, config: Config) -> None:

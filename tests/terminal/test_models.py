@@ -16,6 +16,8 @@ from paceline.errors import CheckpointError, ModelError, UnsupportedModelError
 from paceline.models import needs
 from paceline.terminal import models as commands
 from tests import tiny
+from tests.models.heads.gguf_head_files import convert_head
+from tests.models.heads.test_gguf_heads import DSPARK, EAGLE3_HEADS, saved
 from tests.models.model_files import config_of, random_tensors, write_gguf
 
 
@@ -152,7 +154,6 @@ def test_a_draft_head_is_called_one(tmp_path: Path, values: dict[str, object], m
         ("clip", "mmproj", "is the vision or audio part of a model"),
         ("clip", "model", "is the vision or audio part of a model"),
         ("llama", "imatrix", "is an importance matrix"),
-        ("gemma4-assistant", "model", "is a draft model, which is read from safetensors only"),
     ],
 )
 def test_a_gguf_file_without_a_model_is_called_what_it_is(
@@ -167,6 +168,17 @@ def test_a_gguf_file_without_a_model_is_called_what_it_is(
     writer.close()
     with pytest.raises(UnsupportedModelError, match=words):
         run("show", str(tmp_path / "own.gguf"))
+
+
+def test_show_says_what_drafts_with_the_head_of_a_gguf_file(tmp_path: Path) -> None:
+    for config, method in ((EAGLE3_HEADS["eagle3"], "eagle3"), (DSPARK, "dspark")):
+        path = convert_head(saved(tmp_path / method, config))
+        facts = json.loads(run("show", str(path), "--json"))
+        assert facts["draft_head"] == facts["config"]["kind"] == method
+        assert facts["tensors"]["F32"]["tensors"] > 10
+        text = run("show", str(path))
+        assert "feature layers" in text
+        assert f"--draft {method}:{path}" in text.replace("\n", "")
 
 
 def test_a_users_mistake_reaches_the_command_line_as_our_error() -> None:

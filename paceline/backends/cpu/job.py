@@ -42,9 +42,11 @@ from paceline.backends.cpu.primitives.simd import load_float, load_int64, operat
     STATE_AT, BRANCH_AT, QKV_AT, QKV_STRIDE, QUERIES_AT, QUERIES_STRIDE, ATTENTION_AT, ATTENTION_PADDED,
     RECORDS_AT, WIDE_RECORDS_AT, SCRATCH_AT, SCRATCH_BYTES, COUNTERS_AT,
     # experts: sizes, tables and buffers; EXPERTS is 0 in a dense model
-    EXPERTS, EXPERTS_PER_TOKEN, EXPERT_WIDTH, NORMALIZE_SHARES, HAS_EXPERTS_AT, ROUTERS_AT,
+    EXPERTS, EXPERTS_PER_TOKEN, EXPERT_HIDDEN, EXPERT_WIDTH, NORMALIZE_SHARES, HAS_EXPERTS_AT, ROUTERS_AT,
     EXPERT_MATRICES_AT, CHOICES_AT, SHARES_AT, SPANS_AT, EXPERT_RECORDS_AT, EXPERT_WIDE_RECORDS_AT,
     PAIR_OUTPUTS_AT,
+    # experts in a latent space: the matrices to it and from it, two per layer (0: none); latents of rows
+    EXPERT_LATENT_MATRICES_AT, EXPERT_LATENTS_AT, EXPERT_LATENT_RECORDS_AT,
     # gate of the shared expert: its weights, and the gate of each row; 0: none
     SHARED_GATES_AT, SHARED_SHARES_AT,
     # variants of routing, else 0: sigmoid scores; score-correction biases, used for the choice only; groups
@@ -87,7 +89,7 @@ from paceline.backends.cpu.primitives.simd import load_float, load_int64, operat
     MAX_DRAFTS, DRAFTS_WANTED_AT, DRAFTS_AT, CHANCES_AT, NUM_DRAFTS_AT, CHOSEN_AT, CHOSEN_CHANCES_AT,
     NEXT_ROWS_AT, NEXT_ROWS_STRIDE,
     JOB_SIZE,
-) = range(205)  # fmt: skip
+) = range(209)  # fmt: skip
 
 # Matrices of a layer, in the order of the descriptor table; after all layers: the embedding and the LM head.
 # The first INPUTS read the norm before the mixer: Q, K, V and attention's gate, or a recurrence's inputs.
@@ -99,7 +101,7 @@ QUERY_MATRIX, TO_LATENTS, TO_VALUES, LATENT_MATRICES = range(4)
 # Lines of an adapter's table for each layer: its matrices, those of latent attention, three of each expert
 LATENT_LINES = LAYER_MATRICES
 EXPERT_LINES = LATENT_LINES + LATENT_MATRICES
-COUNTERS_PER_LAYER = 34
+COUNTERS_PER_LAYER = 38
 ENTRY_COUNTERS = 8
 LAST_COUNTERS = 5
 # A layer's line of SHAPES: its layer of the KV pool, KV heads, numbers of a key, bytes of a page and KV head,

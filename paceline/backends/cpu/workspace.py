@@ -141,12 +141,10 @@ class Workspace(ModelWeights):
             self._mixed_width,
             self._latent_width,
         )
-        groups, padded_rows = most // GROUP, -(-rows // ROW_BLOCK) * record_stride.py_func(rows)
-        job[fields.RECORDS_AT] = self._buffer(groups, padded_rows, self._record, dtype=np.uint8)
+        job[fields.RECORDS_AT] = self._records(most // GROUP)
         shared = config.moe.shared_intermediate_size if config.moe else 0
         widest = max([config.intermediate_size, *config.intermediate_sizes, shared])
-        wide = round_up(widest, GROUP) // GROUP
-        job[fields.WIDE_RECORDS_AT] = self._buffer(wide, padded_rows, self._record, dtype=np.uint8)
+        job[fields.WIDE_RECORDS_AT] = self._records(round_up(widest, GROUP) // GROUP)
         scratch = round_up(self._scratch_bytes(), 64)
         job[fields.SCRATCH_BYTES] = scratch
         job[fields.SCRATCH_AT] = self._buffer(self.threads, scratch, dtype=np.uint8)
@@ -186,7 +184,8 @@ class Workspace(ModelWeights):
         routing = 4 * (self.hidden + LANES)
         routing += 4 * (2 * config.moe.num_experts + config.moe.groups) if config.moe else 0
         deepest = max(self._entry_width // GROUP, *(matrix.groups for matrix in self._matrices.values()))
-        gated = 2 * unit_bytes.py_func(self.hidden // GROUP)
+        widest = max(self.hidden, int(self.job[fields.EXPERT_HIDDEN]))
+        gated = 2 * unit_bytes.py_func(widest // GROUP)
         unpacked: int = max(UNPACKED_SPACE, unit_bytes.py_func(deepest), gated)
         memory = 4 * BLOCK * (config.recurrent.key_dim + MAX_KERNEL) if config.recurrent else 0
         latents = 4 * max(self._latent_width, width)
@@ -222,7 +221,16 @@ class Workspace(ModelWeights):
         if moe.shared_gate:
             job[fields.SHARED_SHARES_AT] = self._buffer(self.rows)
         job[fields.SPANS_AT] = self._buffer(moe.num_experts, 2, dtype=np.int64)
-        groups = self.hidden // GROUP
+        hidden = int(job[fields.EXPERT_HIDDEN])
+        groups = hidden // GROUP
+        if moe.latent_size:
+            job[fields.EXPERT_LATENTS_AT] = self._buffer(self.rows, hidden)
+            job[fields.EXPERT_LATENT_RECORDS_AT] = self._records(groups)
         job[fields.EXPERT_RECORDS_AT] = self._buffer(pairs, groups, self._record, dtype=np.uint8)
         job[fields.EXPERT_WIDE_RECORDS_AT] = self._buffer(pairs, width // GROUP, self._record, dtype=np.uint8)
-        job[fields.PAIR_OUTPUTS_AT] = self._buffer(pairs, self.hidden)
+        job[fields.PAIR_OUTPUTS_AT] = self._buffer(pairs, hidden)
+
+    def _records(self, groups: int) -> int:
+        """The address of a buffer of records of all rows, of this number of groups each."""
+        padded_rows = -(-self.rows // ROW_BLOCK) * record_stride.py_func(self.rows)
+        return self._buffer(groups, padded_rows, self._record, dtype=np.uint8)

@@ -172,7 +172,7 @@ def nemotron_sizes(fields: Fields) -> dict[str, object]:
 
 def nemotron(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     """Each layer is one block: Mamba2, attention without rope, an MLP or experts."""
-    for name in ("mamba_proj_bias", "use_bias", "moe_latent_size", "sliding_window"):
+    for name in ("mamba_proj_bias", "use_bias", "sliding_window"):
         if fields.values.get(name) not in (None, False):
             raise UnsupportedModelError(f"{fields.source}: {name} is not supported; use a model without it.")
     if fields.values.get("time_step_limit") not in NO_STEP_LIMITS:
@@ -189,6 +189,7 @@ def nemotron(fields: Fields, config: ModelConfig) -> dict[str, Any]:
         expert_fields.glm4(fields, config.num_layers),
         layers=experts,
         shared_intermediate_size=fields.integer("moe_shared_expert_intermediate_size", 7688),
+        latent_size=fields.integer("moe_latent_size", 0, least=0),
     )
     return {
         "layer_parts": tuple(MIXER if kind in (LINEAR, FULL) else FEED_FORWARD for kind in kinds),

@@ -60,6 +60,7 @@ PREFERRED = ("Q4_K_M", "Q4_K_S", "Q4_0", "Q4_1", "Q5_K_M", "Q6_K", "Q8_0", "BF16
 QUANTIZATION = re.compile(r"(?:I?Q\d\w*|BF16|F16|F32|MXFP4\w*)(?=[.-]|$)", re.IGNORECASE)
 # names of files beside a model: its vision part, an importance matrix, and draft models, as in
 # mtp-gemma-4-12B-it.gguf and MTP/gemma-4-E2B-it-Q8_0-MTP.gguf; Qwen3.6-27B-MTP-Q8_0.gguf is a model
+HEAD = re.compile(r"(^|/)(eagle3|dflash|dspark)-[^/]*$", re.IGNORECASE)
 BESIDE = re.compile(r"mmproj|(^|/)(imatrix|mtp[-/])|[.-](imatrix|mtp)\.gguf$", re.IGNORECASE)
 SPLIT = re.compile(r"-(\d{5})-of-\d{5}$")  # at the end of the names of parts, without .gguf
 MAX_NAMES_IN_ERROR = 12
@@ -160,8 +161,13 @@ def _cached(hub: Any, repository: str) -> Path | None:
 
 
 def choose_gguf(repository: str, files: Sequence[str], wanted: str | None) -> str:
-    """The file of this name or quantization among a repository's GGUF files; without one, a good one."""
+    """The file of this name or quantization among a repository's GGUF files; without one, a good one.
+
+    A draft head that lies beside a model is found by its name only.
+    """
     files = [name for name in files if not BESIDE.search(name)]
+    models = [name for name in files if not HEAD.search(name) or wanted in (name, Path(name).name)]
+    files = models or files
     if not files:
         raise ModelError(
             f"{repository} has neither safetensors with a config.json nor GGUF files. Pickled weights can "

@@ -176,8 +176,12 @@ def _moe_tensors(moe: MoeConfig, hidden: int, gated: bool) -> Iterator[tuple[str
         yield "mlp.gate.bias", (moe.num_experts,)
     if moe.correction_bias:
         yield "mlp.gate.e_score_correction_bias", (moe.num_experts,)
+    if moe.latent_size:
+        yield "mlp.fc1_latent_proj.weight", (moe.latent_size, hidden)
+        yield "mlp.fc2_latent_proj.weight", (hidden, moe.latent_size)
     for expert in range(moe.num_experts):
-        yield from _mlp_tensors(f"mlp.experts.{expert}", hidden, moe.intermediate_size, moe.biases, gated)
+        own, width = f"mlp.experts.{expert}", moe.intermediate_size
+        yield from _mlp_tensors(own, moe.latent_size or hidden, width, moe.biases, gated)
     if moe.shared_intermediate_size:
         yield from _mlp_tensors("mlp.shared_experts", hidden, moe.shared_intermediate_size, gated=gated)
     if moe.own_norms:

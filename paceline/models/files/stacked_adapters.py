@@ -33,7 +33,7 @@ def expert_changes(
     assert match is not None, "asked before"
     assert moe is not None, "asked before"
     first, second = checked_sides(folder, module, found)
-    hidden, inner, sides = config.hidden_size, moe.intermediate_size, 2 if config.is_gated else 1
+    hidden, inner, sides = config.expert_hidden, moe.intermediate_size, 2 if config.is_gated else 1
     layer = int(module.split(".")[2])
     if layer not in moe.layers or layer >= config.num_layers:
         raise UnsupportedModelError(

@@ -143,8 +143,8 @@ def is_transposed(name: str, tensors: Mapping[str, Tensor], config: ModelConfig)
 
     Shapes tell: those of gate_up_proj and down_proj of a layer, because one of them may be square.
     """
-    inner = config.moe.intermediate_size if config.moe else 0
-    for part, shape in (("gate_up", (2 * inner, config.hidden_size)), ("down", (config.hidden_size, inner))):
+    inner, hidden = config.moe.intermediate_size if config.moe else 0, config.expert_hidden
+    for part, shape in (("gate_up", (2 * inner, hidden)), ("down", (hidden, inner))):
         stack = tensors.get(re.sub("(gate_up|down)_proj", f"{part}_proj", name))
         if stack is not None and shape[0] != shape[1]:
             return stack.shape[1:] == shape[::-1]

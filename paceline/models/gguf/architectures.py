@@ -145,6 +145,7 @@ class Architecture:
     interleaved_rope: bool = False  # the two parts of a rotated pair are neighbours in the rows of q and k
     keys: Mapping[str, str] = field(default_factory=dict)  # config key <- metadata key, beside CONFIG_KEYS
     names: Mapping[str, str] = field(default_factory=dict)  # of a layer's parts, beside BLOCK_NAMES
+    top_names: Mapping[str, str] = field(default_factory=dict)  # of other tensors, beside TOP_NAMES
     # config keys that take more than a metadata key
     more: Callable[[Fields], readers.Values] = readers.nothing_more
     truncated_yarn: bool = True  # see RopeConfig.truncate
@@ -167,7 +168,9 @@ _NEMOTRON_H = Architecture(
         "moe_latent_size": "moe_latent_size",
     }
     | _SIGMOID_EXPERT_KEYS,
-    names=_MAMBA_NAMES | _SHARED_EXPERT_NAMES | {"exp_probs_b": "mlp.gate.e_score_correction_bias"},
+    names=_MAMBA_NAMES
+    | _CORRECTED_EXPERT_NAMES
+    | {"ffn_latent_down": "mlp.fc1_latent_proj", "ffn_latent_up": "mlp.fc2_latent_proj"},
     more=readers.nemotron_h,
 )
 _DEEPSEEK2 = Architecture(
@@ -394,5 +397,37 @@ ARCHITECTURES = {
         names={"post_attention_norm": "post_attention_layernorm", "attn_sinks": "self_attn.sinks"},
         more=readers.gpt_oss,
         truncated_yarn=False,  # no key says so
+    ),
+}
+
+# draft heads: their layers are those of a family; heads/gguf_heads.py and heads/assistant.py read the rest
+DRAFT_HEADS = {
+    "eagle3": Architecture(
+        "llama",
+        interleaved_rope=True,
+        names={"attn_norm_2": "hidden_norm"},
+        top_names={"fc.weight": "fc.weight", "enc.output_norm.weight": "input_norm.weight", "d2t": "d2t"},
+    ),
+    "dflash": Architecture(  # with a Markov head it is DSpark
+        "qwen3",
+        more=readers.dflash,
+        top_names={
+            "fc.weight": "fc.weight",
+            "enc.output_norm.weight": "hidden_norm.weight",
+            "d2t": "d2t",
+            "markov_w1.weight": "markov_head.markov_w1.weight",
+            "markov_w2.weight": "markov_head.markov_w2.weight",
+            "conf_proj.weight": "confidence_head.proj.weight",
+            "conf_proj.bias": "confidence_head.proj.bias",
+        },
+    ),
+    "gemma4-assistant": replace(
+        ARCHITECTURES["gemma4"],
+        top_names={
+            "nextn.pre_projection.weight": "pre_projection.weight",
+            "nextn.post_projection.weight": "post_projection.weight",
+            "masked_embd_centroids.weight": "masked_embedding.centroids.weight",
+            "masked_embd_ordering": "masked_embedding.token_ordering",
+        },
     ),
 }

@@ -35,7 +35,7 @@ class BlockFormat:
 
 def dequantize(kind: str, blocks: Bytes) -> Floats:
     """The values of `blocks` (uint8 [rows, bytes per row]) as float32 [rows, values per row]."""
-    form = FORMATS[kind]
+    form = FORMATS.get(kind) or INTEGERS[kind]
     rows, row_bytes = blocks.shape
     row_values = row_bytes // form.block_bytes * form.block_size
     values = np.empty((rows, row_values), dtype=np.float32)
@@ -92,6 +92,14 @@ def _decode_f16(blocks: Bytes, out: Floats) -> None:
 
 def _decode_bf16(blocks: Bytes, out: Floats) -> None:
     np.left_shift(blocks.view("<u2"), 16, out=out.view(np.uint32), dtype=np.uint32)
+
+
+def _decode_i32(blocks: Bytes, out: Floats) -> None:
+    out[:] = blocks.view("<i4")
+
+
+def _decode_i64(blocks: Bytes, out: Floats) -> None:
+    out[:] = blocks.view("<i8")
 
 
 def _decode_q4_0(blocks: Bytes, out: Floats) -> None:
@@ -239,4 +247,9 @@ FORMATS = {
         BlockFormat("MXFP4", 39, 32, 17, _decode_mxfp4),
     )
 }
-FORMATS_BY_NUMBER = {form.number: form for form in FORMATS.values()}
+# of tables of ids, such as the vocabulary of a draft head; no weights are stored so
+INTEGERS = {
+    form.kind: form
+    for form in (BlockFormat("I32", 26, 1, 4, _decode_i32), BlockFormat("I64", 27, 1, 8, _decode_i64))
+}
+FORMATS_BY_NUMBER = {form.number: form for form in (*FORMATS.values(), *INTEGERS.values())}

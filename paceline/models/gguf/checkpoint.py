@@ -24,6 +24,7 @@ from paceline.models.gguf.architectures import (
     BLOCK_NAMES,
     CONFIG_KEYS,
     CONVOLUTIONS,
+    DRAFT_HEADS,
     WITHOUT_SUFFIX,
     Architecture,
 )
@@ -46,11 +47,9 @@ NO_MODELS = {
     "adapter": "a LoRA adapter, not a model. Give the adapter's folder as peft saved it, with --lora-modules "
     "NAME=FOLDER, and serve the model that it was trained on.",
     "mmproj": "the vision or audio part of a model, which is not served. Give its language model.",
-    "draft": "a draft model, which is read from safetensors only. Serve the model that it drafts for, with "
-    "the draft model's folder or hub id as --draft METHOD:NAME.",
     "imatrix": "an importance matrix, which quantizers read. Give the file of the model.",
 }
-KINDS = {"clip": "mmproj", **dict.fromkeys(("eagle3", "dflash", "dspark", "gemma4-assistant"), "draft")}
+KINDS = {"clip": "mmproj"}  # by general.architecture
 BLOCK_NAME = re.compile(r"blk\.(\d+)\.([\w.]+?)(?:\.(weight|bias|scale))?")
 HUGE_DIVISOR = 1e20  # of a frequency: nothing turns by an angle that was divided by it
 VECTORS = ("ssm_a", "ssm_d", "ssm_norm")  # which files may store as a matrix
@@ -61,24 +60,46 @@ SINGLE_EXPERT = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.weight")  # 
 
 def gguf_checkpoint(file: GgufFile) -> Checkpoint:
     """The model in an opened GGUF file, its config and tensors checked against each other."""
-    config = _config(file)
+    known = _architecture(file)
+    if "token_embd.weight" not in file.tensors:
+        raise damaged(file.path, "the tensor token_embd.weight is missing")
+    config = layers_config(file, known, file.tensors["token_embd.weight"].shape[0])
     tensors: dict[str, Tensor] = {}
     fused = fused_matrices(config, FAMILIES[config.family].files.gated_queries)
-    for name, stored in _renamed(file, config):
+    for name, stored in renamed(file, known, config):
         for own_name, tensor in split_joined(name, stored, fused):
             if own_name in tensors:
                 raise damaged(file.path, f"two tensors stand for {own_name}")
             tensors[own_name] = tensor
     if config.latent is not None:
         tensors = dict(_latent_tensors(file, tensors, config.latent))
-    mtp = _mtp_block(file, tensors, config)
+    mtp = _mtp_block(file, tensors, known, config)
     return Checkpoint(config, select_tensors(config, tensors, file.path), file.path, mtp)
 
 
-def _config(file: GgufFile) -> ModelConfig:
-    """The ModelConfig of a GGUF file, through the equivalent config.json."""
-    source = file.path.name
-    architecture = Fields(file.metadata, source).text("general.architecture")
+def architecture_of(file: GgufFile) -> str:
+    """The name of the architecture that the file has."""
+    return Fields(file.metadata, file.path.name).text("general.architecture")
+
+
+def draft_method(file: GgufFile) -> str:
+    """The method that drafts with the head in a file; empty: it holds none."""
+    architecture = architecture_of(file)
+    if architecture not in DRAFT_HEADS:
+        return ""
+    if architecture == "dflash" and "markov_w1.weight" in file.tensors:
+        return "dspark"
+    return architecture.removeprefix("gemma4-")
+
+
+def _architecture(file: GgufFile) -> Architecture:
+    """What is known of the architecture of a file. UnsupportedModelError if it holds no model that we run."""
+    source, architecture = file.path.name, architecture_of(file)
+    if method := draft_method(file):
+        raise UnsupportedModelError(
+            f"{source} is a draft head, not a model. Serve the model that it drafts for, with "
+            f"--draft {method}:{file.path}."
+        )
     kind = KINDS.get(architecture, file.metadata.get("general.type"))
     if isinstance(kind, str) and kind in NO_MODELS:
         raise UnsupportedModelError(f"{source} is {NO_MODELS[kind]}")
@@ -88,11 +109,41 @@ def _config(file: GgufFile) -> ModelConfig:
             f"Supported are {', '.join(ARCHITECTURES)} (mistral and mixtral are stored as llama); "
             "or give a folder of safetensors."
         )
-    known, prefix = ARCHITECTURES[architecture], architecture + "."
+    return ARCHITECTURES[architecture]
+
+
+def metadata_fields(file: GgufFile) -> Fields:
+    """The metadata of the file's architecture, without its prefix."""
+    architecture = architecture_of(file)
+    prefix = architecture + "."
     metadata = {
         key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)
     }
-    fields = Fields(metadata, f"{source}: {architecture}")
+    return Fields(metadata, f"{file.path.name}: {architecture}")
+
+
+def layers_config(file: GgufFile, known: Architecture, vocab_size: int) -> ModelConfig:
+    """The ModelConfig of a GGUF file, through the equivalent config.json; of a draft head, of its layers."""
+    config = model_config(layers_values(file, known, vocab_size), file.path.name)
+    if known.ropes_by_kind:
+        return config
+    config = _with_rope_size(metadata_fields(file), config)
+    parts = {name.split(".", 2)[-1] for name in file.tensors}  # of any layer
+    if "attn_q.bias" in parts and not config.qkv_bias:
+        config = replace(config, qkv_bias=True)
+    recurrent = config.recurrent
+    if known.tiled_values and recurrent and recurrent.key_heads < recurrent.value_heads:
+        config = replace(config, recurrent=replace(recurrent, tiled_values=True))
+    if "rope_freqs.weight" in file.tensors:
+        divisors = _frequency_divisors(file, config.rope.dim or config.head_dim)
+        config = _with_rope(config, replace(config.rope, frequency_divisors=divisors))
+    return config
+
+
+def layers_values(file: GgufFile, known: Architecture, vocab_size: int) -> dict[str, object]:
+    """The config.json that says what the file's metadata and the names of its tensors say."""
+    fields = metadata_fields(file)
+    metadata = fields.values
     keys = {**CONFIG_KEYS, **known.keys}
     values: dict[str, object] = {key: metadata.get(name) for key, name in keys.items()}
     values["num_key_value_heads"] = metadata.get(
@@ -106,23 +157,11 @@ def _config(file: GgufFile) -> ModelConfig:
     values["use_qk_norm"] = "attn_q_norm.weight" in parts
     values["mamba_conv_bias"] = values["use_conv_bias"] = "ssm_conv1d.bias" in parts
     values["mamba_rms_norm"] = "ssm_norm.weight" in parts
-    values |= {"model_type": known.family} | known.more(fields)
-    if "token_embd.weight" not in file.tensors:
-        raise damaged(file.path, "the tensor token_embd.weight is missing")
-    values["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
+    values |= {"model_type": known.family, "vocab_size": vocab_size} | known.more(fields)
     if known.ropes_by_kind:
-        return model_config(values | _kinds_of_layers(file, fields), source)
-    values["rope_parameters"] = _rope_parameters(file, fields, known) | {"truncate": known.truncated_yarn}
-    config = _with_rope_size(fields, model_config(values, source))
-    if "attn_q.bias" in parts and not config.qkv_bias:
-        config = replace(config, qkv_bias=True)
-    recurrent = config.recurrent
-    if known.tiled_values and recurrent and recurrent.key_heads < recurrent.value_heads:
-        config = replace(config, recurrent=replace(recurrent, tiled_values=True))
-    if "rope_freqs.weight" in file.tensors:
-        divisors = _frequency_divisors(file, config.rope.dim or config.head_dim)
-        config = _with_rope(config, replace(config.rope, frequency_divisors=divisors))
-    return config
+        return values | _kinds_of_layers(file, fields)
+    ropes = _rope_parameters(file, fields, known) | {"truncate": known.truncated_yarn}
+    return values | {"rope_parameters": ropes}
 
 
 def _kinds_of_layers(file: GgufFile, fields: Fields) -> dict[str, object]:
@@ -228,18 +267,17 @@ def _frequency_divisors(file: GgufFile, rotated: int) -> tuple[float, ...]:
     return divisors
 
 
-def _renamed(file: GgufFile, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+def renamed(file: GgufFile, known: Architecture, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """Every tensor under its Hugging Face name, experts one by one, rope rows in half-split order."""
-    architecture = str(file.metadata["general.architecture"])
-    known = ARCHITECTURES[architecture]
+    top_names = {**TOP_NAMES, **known.top_names}
     names = {**BLOCK_NAMES, **known.names}
     unused = _unused_prefixes(file, known, config)
     names |= {part[:-1]: part[:-1] for part in known.mtp if part}
     for name, tensor in file.tensors.items():
         if name in ROPE_TENSORS or name.startswith(unused):
             continue
-        if name in TOP_NAMES:
-            yield TOP_NAMES[name], tensor
+        if name in top_names:
+            yield top_names[name], tensor
         elif match := STACKED_EXPERTS.fullmatch(name):
             if len(tensor.shape) != (3 if match[3] == "weight" else 2):
                 raise damaged(file.path, f"tensor {name} has shape {tensor.shape}, not [experts, out, in]")
@@ -263,7 +301,7 @@ def _renamed(file: GgufFile, config: ModelConfig) -> Iterator[tuple[str, Tensor]
             )
         else:
             raise CheckpointError(
-                f"{file.path.name}: tensor {name!r} is not one that {architecture} models have. "
+                f"{file.path.name}: tensor {name!r} is not one that {architecture_of(file)} models have. "
                 f"The file holds another kind of model, or was made by a converter we do not know."
             )
 
@@ -302,24 +340,23 @@ def _as_we_store(file: GgufFile, name: str, part: str, suffix: str | None, tenso
     return LogOfNegated(tensor)
 
 
-def _mtp_block(file: GgufFile, tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+def _mtp_block(
+    file: GgufFile, tensors: dict[str, Tensor], known: Architecture, config: ModelConfig
+) -> dict[str, Tensor]:
     """The block for multi-token prediction, taken out of `tensors`, as the family's safetensors name it."""
-    parts = ARCHITECTURES[str(file.metadata["general.architecture"])].mtp
     layer = f"model.layers.{config.num_layers}."
     prefix = FAMILIES[config.family].mtp.format(layers=config.num_layers)
     block = dict[str, Tensor]()
     for name in [name for name in tensors if name.startswith(layer)] if _mtp_count(file) else ():
         own = name.removeprefix(layer)
-        part = next(part for part in parts if own.startswith(part))
-        block[prefix + parts[part] + own.removeprefix(part)] = tensors.pop(name)
+        part = next(part for part in known.mtp if own.startswith(part))
+        block[prefix + known.mtp[part] + own.removeprefix(part)] = tensors.pop(name)
     return block
 
 
 def _mtp_count(file: GgufFile) -> int:
     """How many layers for multi-token prediction follow the model's."""
-    name = "nextn_predict_layers"
-    count = file.metadata.get(f"{file.metadata['general.architecture']}.{name}")
-    return mtp_layers(Fields({name: count}, file.path.name))
+    return mtp_layers(metadata_fields(file))
 
 
 def _unused_prefixes(file: GgufFile, known: Architecture, config: ModelConfig) -> tuple[str, ...]:

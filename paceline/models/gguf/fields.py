@@ -43,6 +43,21 @@ def windows(fields: Fields) -> Values:
     return window(fields) | {"sliding_window_pattern": pattern}
 
 
+def dflash(fields: Fields) -> Values:
+    """The windows of a parallel head, in the layers that are marked."""
+    if fields.has("hyper_connection.count"):
+        raise UnsupportedModelError(
+            f"{fields.source}: draft heads of DeepSeek V4 (hyper_connection) are not supported. Use another "
+            "method, or a head with the layers of a Qwen 3."
+        )
+    found = windows(fields)
+    if found["sliding_window"] is None:
+        return {}
+    if "layer_types" not in found:
+        raise fields.wrong("attention.sliding_window_pattern", "a flag for each layer")
+    return found | {"use_sliding_window": True}
+
+
 def qwen3_moe(fields: Fields) -> Values:
     """No dense layer uses the width that files without one lack."""
     width = "feed_forward_length" if fields.has("feed_forward_length") else "expert_feed_forward_length"

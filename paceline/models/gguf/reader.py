@@ -60,6 +60,11 @@ class GgufTensor:
         release_pages(self.data)  # a loader reads each tensor once; its pages would count as memory in use
         return values
 
+    def integers(self) -> npt.NDArray[np.int64]:
+        """The values of a tensor of INTEGERS, a new array of `shape`."""
+        kind = np.dtype({"I32": "<i4", "I64": "<i8"}[self.kind])
+        return np.ascontiguousarray(self.data).view(kind).astype(np.int64).reshape(self.shape)
+
     def blocks(self) -> Bytes:
         """The stored bytes in the order of the rows: uint8 [rows, bytes per row]."""
         return self.data if self.row_order is None else self.data[self.row_order]

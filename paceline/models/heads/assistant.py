@@ -32,6 +32,15 @@ from paceline.models.files.file_layouts import converted
 from paceline.models.files.layout import select_tensors
 from paceline.models.files.mapped import damaged, read_json
 from paceline.models.files.safetensors_files import INTEGER_KINDS, SafeTensor, read_folder
+from paceline.models.gguf.architectures import DRAFT_HEADS
+from paceline.models.gguf.checkpoint import (
+    architecture_of,
+    draft_method,
+    layers_values,
+    metadata_fields,
+    renamed,
+)
+from paceline.models.gguf.reader import GgufFile, read_gguf
 
 PRE, POST = "pre_projection.weight", "post_projection.weight"
 CENTROIDS, ORDERING = "masked_embedding.centroids.weight", "masked_embedding.token_ordering"
@@ -82,35 +91,71 @@ class AssistantCheckpoint:
         return replace(self.config, layer_shapes=tuple(shapes))
 
 
-def load_assistant(folder: Path) -> AssistantCheckpoint:
-    """The assistant in a folder of safetensors, its config and tensors checked against each other."""
-    folder = folder if folder.is_dir() else folder.parent
+def load_assistant(path: Path) -> AssistantCheckpoint:
+    """The assistant in a folder of safetensors or a GGUF file, its config and tensors checked."""
+    if path.suffix == ".gguf":
+        return _from_gguf(read_gguf(path))
+    folder = path if path.is_dir() else path.parent
     values, source = read_json(folder / "config.json"), f"{folder.name}/config.json"
     if not is_assistant(values):
-        raise CheckpointError(
-            f"{folder} is no assistant of Gemma 4: its model_type is {values.get('model_type')!r}. Give the "
-            "folder of an assistant, or name the method that it is for."
-        )
+        raise _no_assistant(folder, f"model_type is {values.get('model_type')!r}")
     fields = Fields(values, source)
     config = _config(fields)
     layout = FAMILIES[config.family].files
-    found = read_folder(folder, layout, integers=True)
+    stored = read_folder(folder, layout, integers=True)
     target_hidden = fields.integer("backbone_hidden_size")
-    expected = {PRE: (config.hidden_size, 2 * target_hidden), POST: (target_hidden, config.hidden_size)}
+    expected = _own_shapes(config, target_hidden)
     clusters = None
     if fields.flag("use_ordered_embeddings", False):
         number = fields.integer("num_centroids", 2048, most=config.vocab_size)
         chosen = fields.integer("centroid_intermediate_top_k", 32, most=number)
-        clusters = Clusters(_clusters(found.pop(ORDERING, None), config.vocab_size, number, folder), chosen)
+        clusters = Clusters(_clusters(stored.pop(ORDERING, None), config.vocab_size, number, folder), chosen)
         expected[CENTROIDS] = (number, config.hidden_size)
+    found = dict[str, Tensor](stored)
+    own = _taken(found, expected, folder)
+    tensors = select_tensors(config, dict(converted(found, layout, config)), folder)
+    return AssistantCheckpoint(config, target_hidden, {**tensors, **own}, clusters, folder)
+
+
+def _from_gguf(file: GgufFile) -> AssistantCheckpoint:
+    """The assistant in a file of llama.cpp's format, which scores all tokens, without clusters."""
+    if draft_method(file) != "assistant":
+        raise _no_assistant(file.path, f"architecture is {architecture_of(file)!r}")
+    known, path = DRAFT_HEADS[architecture_of(file)], file.path
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise damaged(path, "the tensor token_embd.weight is missing")
+    config = _config(Fields({"text_config": layers_values(file, known, embedding.shape[0])}, path.name))
+    target_hidden = metadata_fields(file).integer("embedding_length_out")
+    found = dict(renamed(file, known, config))
+    for name in (CENTROIDS, ORDERING):  # no file says how many clusters are to be chosen
+        found.pop(name, None)
+    own = _taken(found, _own_shapes(config, target_hidden), path)
+    tensors = select_tensors(config, found, path)
+    return AssistantCheckpoint(config, target_hidden, {**tensors, **own}, None, path)
+
+
+def _no_assistant(path: Path, found: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is no assistant of Gemma 4: its {found}. Give the folder or file of an assistant, or name "
+        "the method that it is for."
+    )
+
+
+def _own_shapes(config: ModelConfig, target_hidden: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors beside those of the layers."""
+    return {PRE: (config.hidden_size, 2 * target_hidden), POST: (target_hidden, config.hidden_size)}
+
+
+def _taken(
+    found: dict[str, Tensor], expected: Mapping[str, tuple[int, ...]], path: Path
+) -> dict[str, Tensor]:
+    """The tensors of these shapes, taken out of `found`. CheckpointError if one is not there."""
     own = {name: found.pop(name) for name in expected if name in found}
     for name, shape in expected.items():
         if name not in own or own[name].shape != shape or own[name].kind in INTEGER_KINDS:
-            raise damaged(
-                folder, f"the tensor {name} is not there, or is not of floats of shape {list(shape)}"
-            )
-    tensors = select_tensors(config, dict(converted(found, layout, config)), folder)
-    return AssistantCheckpoint(config, target_hidden, {**tensors, **own}, clusters, folder)
+            raise damaged(path, f"the tensor {name} is not there, or is not of floats of shape {list(shape)}")
+    return own
 
 
 def _config(fields: Fields) -> ModelConfig:
@@ -124,7 +169,7 @@ def _config(fields: Fields) -> ModelConfig:
             f"{fields.source}: an assistant with experts or per-layer embeddings is not supported."
         )
     config = model_config({**text, **plain}, fields.source)
-    shapes = tuple(replace(shape, shared_with=0) for shape in config.layer_shapes)
+    shapes = tuple(replace(shape, shared_with=0, values_are_keys=False) for shape in config.layer_shapes)
     return replace(config, layer_shapes=shapes)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.core.arrays import Int32Array
+from paceline.core.arrays import Int32Array, Int64Array
 from paceline.errors import CheckpointError, ConfigError, ModelError
 from paceline.extras import needs_extra
 from paceline.models.checkpoint import Tensor
@@ -26,6 +26,7 @@ from paceline.models.heads.block_formats import (
 )
 from paceline.models.heads.config import HeadConfig, TargetName, expected_tensors
 from paceline.models.heads.formats import COPIES, FORMATS, our_name, read_config
+from paceline.models.heads.gguf_heads import read_gguf_head
 from paceline.models.quantized.method import read_quantization
 from paceline.models.quantized.modules import dequantized
 from paceline.models.quantized.writer import can_pack, pack, quantization_config
@@ -56,7 +57,11 @@ class HeadCheckpoint:
 
 
 def load_head(path: Path) -> HeadCheckpoint:
-    """The head in a folder, or in a file next to its config.json, in any supported format."""
+    """The head in a folder, in a GGUF file, or in a file next to its config.json, in any supported format."""
+    if path.suffix == ".gguf":
+        config, tensors, target_ids = read_gguf_head(path)
+        ids = _checked_ids(config, target_ids, None, path)
+        return HeadCheckpoint(config, _selected(config, tensors, path), ids, path)
     folder = path if path.is_dir() else path.parent
     weights = path if path.is_file() else _find_weights(folder)
     values = read_json(folder / "config.json")
@@ -75,7 +80,9 @@ def load_head(path: Path) -> HeadCheckpoint:
         tensors.pop("lm_head.weight", None)
         config = replace(config, draft_vocab_size=config.vocab_size, own_lm_head=False)
     config = replace(config, target=read_target_name(weights))
-    ids = _draft_ids(config, offsets, mask, weights)
+    differences = None if offsets is None else offsets.integers().reshape(-1)
+    named = None if differences is None else differences + np.arange(len(differences))
+    ids = _checked_ids(config, named, mask, weights)
     return HeadCheckpoint(config, _selected(config, tensors, weights), ids, path)
 
 
@@ -108,7 +115,7 @@ def write_head(
             packed = pack(tensor.float32(), bits[module])
             tensors |= {f"{module}.{part}": stored for part, stored in packed.items()}
         else:
-            tensors[theirs] = tensor if isinstance(tensor, SafeTensor) else encode(tensor.float32(), "F16")
+            tensors[theirs] = tensor if isinstance(tensor, SafeTensor) else _encoded(tensor)
     if bits:
         values["quantization_config"] = quantization_config(bits)
     everything = np.arange(head.config.vocab_size)
@@ -122,6 +129,12 @@ def write_head(
     folder.mkdir(parents=True, exist_ok=True)
     write_safetensors(folder / WEIGHTS[0], tensors, target_notes(trained_for))
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+
+
+def _encoded(tensor: Tensor) -> SafeTensor:
+    """The tensor as its file has it, or, of few bits, in 16."""
+    kind = tensor.stored.kind
+    return encode(tensor.float32(), kind if kind in DTYPES else "F16")
 
 
 def target_notes(target: TargetName | None) -> dict[str, str]:
@@ -192,17 +205,16 @@ def read_target_name(path: Path) -> TargetName | None:
     return TargetName(notes[FINGERPRINT], notes.get(TARGET_NAME, "")) if FINGERPRINT in notes else None
 
 
-def _draft_ids(
-    config: HeadConfig, offsets: SafeTensor | None, mask: SafeTensor | None, path: Path
+def _checked_ids(
+    config: HeadConfig, ids: Int64Array | None, mask: SafeTensor | None, path: Path
 ) -> Int32Array | None:
-    """The target's id of each draft id; None: the same ids. The file stores the differences (d2t)."""
-    if offsets is None:
+    """The target's id of each draft id (d2t of a file); None: the same ids."""
+    if ids is None:
         if config.draft_vocab_size != config.vocab_size:
             raise damaged(
                 path, f"it guesses {config.draft_vocab_size} tokens, but d2t, which says which, is missing"
             )
         return None
-    ids = offsets.integers() + np.arange(len(offsets.integers()))
     if len(ids) != config.draft_vocab_size or len(np.unique(ids)) != len(ids):
         raise damaged(path, f"d2t does not name {config.draft_vocab_size} different tokens")
     if ids.min() < 0 or ids.max() >= config.vocab_size:
@@ -221,8 +233,8 @@ def _selected(config: HeadConfig, found: Mapping[str, Tensor], path: Path) -> di
         if found[name].shape != shape or found[name].kind in INTEGER_KINDS:
             raise damaged(
                 path,
-                f"tensor {name} is {found[name].kind} of shape {list(found[name].shape)}, but config.json "
-                f"asks for floats of shape {list(shape)}",
+                f"tensor {name} is {found[name].kind} of shape {list(found[name].shape)}, but its "
+                f"configuration asks for floats of shape {list(shape)}",
             )
         selected[name] = found[name]
     if unknown := sorted(set(found) - set(selected)):

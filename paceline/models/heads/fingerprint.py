@@ -79,8 +79,9 @@ def check_fingerprint(
 def head_fingerprint(head: Path) -> str:
     """A hash of a head's files, by which a candidate names its parent."""
     folder = head if head.is_dir() else head.parent
+    files = [head] if head.suffix == ".gguf" else [folder / name for name in ("config.json", *WEIGHTS)]
     digest = hashlib.sha256()
-    for name in ("config.json", *WEIGHTS):
-        if (folder / name).is_file():
-            digest.update((folder / name).read_bytes())
+    for path in files:
+        if path.is_file():
+            digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

@@ -8,7 +8,7 @@ from pathlib import Path
 from paceline.errors import CheckpointError
 from paceline.models.files.hub import HUB_NAME
 from paceline.models.heads.shipped import DEFAULT_METHOD, DEFAULT_TARGET, SHIPPED, SHIPPED_HEAD, shipped_head
-from paceline.models.registry import resolve
+from paceline.models.registry import in_folder, resolve
 
 METHODS = ("eagle3", "eagle", "dflash", "dspark", "medusa")  # that have heads in files of their own
 
@@ -29,7 +29,7 @@ def resolve_head(name: str, method: str = DEFAULT_METHOD, fingerprint: str | Non
     path = Path(name).expanduser()
     with suppress(OSError):  # a name too long for a path
         if path.exists():
-            return path
+            return in_folder(path) if path.is_dir() else path
     if HUB_NAME.fullmatch(name) and not name.startswith((".", "/", "~")):
         return resolve(name)
     raise CheckpointError(

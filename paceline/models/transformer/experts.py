@@ -26,18 +26,25 @@ class MixtureOfExperts:
         self.router = Linear(take, f"{name}.gate", moe.num_experts, moe.biases)
         self.correction = take(f"{name}.gate.e_score_correction_bias") if moe.correction_bias else None
 
-        def mlp(part: str, intermediate: int, biases: bool) -> MLP:
-            return MLP(take, f"{name}.{part}", hidden, intermediate, activation, biases, parallel)
+        def mlp(part: str, size: int, intermediate: int, biases: bool) -> MLP:
+            return MLP(take, f"{name}.{part}", size, intermediate, activation, biases, parallel)
 
+        latent = moe.latent_size
+        self.to_latent = Linear(take, f"{name}.fc1_latent_proj", latent) if latent else None
+        self.from_latent = Linear(take, f"{name}.fc2_latent_proj", hidden) if latent else None
         self.experts = [
-            mlp(f"experts.{expert}", moe.intermediate_size, moe.biases) for expert in range(moe.num_experts)
+            mlp(f"experts.{expert}", latent or hidden, moe.intermediate_size, moe.biases)
+            for expert in range(moe.num_experts)
         ]
         shared = moe.shared_intermediate_size
-        self.shared = mlp("shared_experts", shared, False) if shared else None
+        self.shared = mlp("shared_experts", hidden, shared, False) if shared else None
         self.shared_gate = Linear(take, f"{name}.shared_expert_gate", 1) if moe.shared_gate else None
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        output = self._mixed(hidden, *self._route(hidden))
+        read = hidden if self.to_latent is None else self.to_latent(hidden)
+        output = self._mixed(read, *self._route(hidden))
+        if self.from_latent is not None:
+            output = self.from_latent(output)
         return output if self.shared is None else output + self._shared(self.shared, hidden)
 
     def _mixed(self, hidden: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import product
 
@@ -32,6 +33,8 @@ from tests.draft.model.test_draft_model_cpu import save_model
 from tests.engine.test_exactness_cpu import Tokenizer
 from tests.engines import Later, new_engine
 from tests.large import REPEATS, repeated
+from tests.models.heads.gguf_head_files import convert_assistant, convert_head
+from tests.models.heads.test_gguf_heads import DFLASH, saved
 from tests.tiny import random_model
 from tests.tiny_families import FULL, SLIDING, VOCAB_SIZE
 
@@ -350,3 +353,43 @@ def test_what_does_not_fit_is_refused(loaded, knowing):
         AssistantDrafter.load(HeadOptions(model=str(knowing[0])), target)
     with pytest.raises(ConfigError, match="assistant:PATH"):
         AssistantDrafter.load(HeadOptions(), target)
+
+
+def test_an_assistant_of_a_gguf_file_has_the_steps_of_its_folder(loaded):
+    """Its converter leaves clusters out: all tokens are scored, as by the folder where it scores them."""
+    _, _, checkpoint, backend, folder = loaded
+    theirs = load_assistant(folder)
+    for with_clusters in (False, theirs.clusters is not None):
+        ours = load_assistant(convert_assistant(folder, with_clusters))
+        assert ours.clusters is None
+        same = {name: getattr(theirs.config, name) for name in ("rms_norm_eps", "family")}  # 32 bits; no word
+        assert replace(ours.config, **same) == theirs.config
+        assert ours.target_hidden_size == theirs.target_hidden_size
+        for name, tensor in ours.tensors.items():
+            np.testing.assert_array_equal(tensor.float32(), theirs.tensors[name].float32(), err_msg=name)
+    (request,) = drive(backend, 2)
+    request.extend([(7 * i) % VOCAB_SIZE for i in range(3, 30)])
+    state = np.random.default_rng(1).standard_normal((1, checkpoint.config.hidden_size)).astype(np.float32)
+    found, expected = (
+        load_assistant_runner(one, backend).run(_batch(request, 5), state) for one in (ours, theirs)
+    )
+    scored = np.isfinite(expected.logits)
+    assert np.isfinite(found.logits).all()
+    np.testing.assert_allclose(found.logits[scored], expected.logits[scored], atol=1e-5)
+    np.testing.assert_allclose(found.states, expected.states, atol=1e-5)
+
+
+def test_drafts_of_a_gguf_file_are_accepted_as_those_of_its_folder(knowing):
+    path = convert_assistant(knowing[1])
+    llm = LLM(str(knowing[0]), backend="torch", speculative_config=f"assistant:{path}", max_model_len=64)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    (output,) = llm.generate([[3, 4, 5]], params, use_tqdm=False)
+    assert output.metrics.speculative.draft_acceptance_rate == 1
+    with pytest.raises(UnsupportedModelError, match=r"a draft head, not a model.* --draft assistant:"):
+        load_checkpoint(path)
+
+
+def test_a_gguf_file_of_something_else_is_no_assistant(tmp_path):
+    path = convert_head(saved(tmp_path, DFLASH))
+    with pytest.raises(CheckpointError, match="no assistant of Gemma 4: its architecture is 'dflash'"):
+        load_assistant(path)

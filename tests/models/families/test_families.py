@@ -13,6 +13,8 @@ from paceline.errors import CheckpointError, UnsupportedModelError
 from paceline.models.config import AttentionShape, ModelConfig, Reach, RopeConfig, Temperature
 from paceline.models.families.config_reader import model_config
 from paceline.models.families.table import FAMILIES
+from paceline.models.files.layout import expected_tensors
+from paceline.models.needs import missing_blocks
 from paceline.models.transformer.rope import rope_frequencies
 from tests.models.model_files import MODELS
 
@@ -217,8 +219,19 @@ def test_a_layer_of_nemotron_h_is_one_block() -> None:
     assert found.moe.layers == {3}
     with pytest.raises(CheckpointError, match="layers_block_type"):
         config("llama", **sizes, hybrid_override_pattern="M?")
-    with pytest.raises(UnsupportedModelError, match="moe_latent_size"):
-        config("llama", **sizes, hybrid_override_pattern="M", moe_latent_size=8)
+    with pytest.raises(UnsupportedModelError, match="mamba_proj_bias"):
+        config("llama", **sizes, hybrid_override_pattern="M", mamba_proj_bias=True)
+
+
+def test_experts_of_nemotron_3_super_have_a_size_of_their_own() -> None:
+    sizes = {"model_type": "nemotron_h", "mamba_num_heads": 4, "n_groups": 2, "num_hidden_layers": ...}
+    found = config("llama", **sizes, hidden_act=..., hybrid_override_pattern="ME", moe_latent_size=8)
+    assert found.expert_hidden == 8
+    shapes = dict(expected_tensors(found))
+    assert shapes["model.layers.1.mlp.experts.0.up_proj.weight"][1] == 8
+    assert shapes["model.layers.1.mlp.shared_experts.up_proj.weight"][1] == found.hidden_size
+    assert "experts in a latent space" in missing_blocks(found, "cuda")
+    assert missing_blocks(found, "cpu") == []
 
 
 def test_the_language_model_of_a_file_with_other_models() -> None:

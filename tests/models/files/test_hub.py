@@ -350,6 +350,17 @@ def test_draft_models_and_other_files_beside_a_model_are_not_taken_for_it() -> N
     assert choose_gguf("org/name", ["Qwen3.6-27B-MTP-Q8_0.gguf"], "Q8_0") == "Qwen3.6-27B-MTP-Q8_0.gguf"
 
 
+def test_a_draft_head_beside_a_model_is_found_by_its_name() -> None:
+    head, model = "dflash-Qwen3-8B-Q8_0.gguf", "Qwen3-8B-Q8_0.gguf"
+    assert (
+        choose_gguf("org/name", [head, model], None)
+        == choose_gguf("org/name", [head, model], "Q8_0")
+        == model
+    )
+    assert choose_gguf("org/name", [head, model], head) == head
+    assert choose_gguf("org/name", [head], None) == head
+
+
 def test_a_folder_of_gguf_files_is_its_model(tmp_path: Path) -> None:
     for name in ("mmproj-BF16.gguf", "gemma-4-12B-it-qat-UD-Q4_K_XL.gguf"):
         (tmp_path / name).touch()

@@ -49,6 +49,10 @@ FAMILIES = {
     "nemotron-h-experts": Family(
         "NemotronHConfig", NEMOTRON | {"layers_block_type": ["linear_attention", "moe", FULL, "moe"]}
     ),
+    "nemotron-h-latent-experts": Family(
+        "NemotronHConfig",
+        NEMOTRON | {"layers_block_type": ["linear_attention", "moe", FULL, "moe"], "moe_latent_size": 37},
+    ),
     "deepseek-v2-one-scale": Family(
         "DeepseekV2Config",
         TORCH_FAMILIES["deepseek-v2"].options

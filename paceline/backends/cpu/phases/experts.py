@@ -15,6 +15,9 @@ import numpy as np
 from paceline.backends.cpu.job import (
     CHOICES_AT,
     EXPERT_BIASES_AT,
+    EXPERT_HIDDEN,
+    EXPERT_LATENT_RECORDS_AT,
+    EXPERT_LATENTS_AT,
     EXPERT_LINES,
     EXPERT_MATRICES_AT,
     EXPERT_RECORDS_AT,
@@ -22,7 +25,6 @@ from paceline.backends.cpu.job import (
     EXPERT_WIDTH,
     EXPERTS,
     EXPERTS_PER_TOKEN,
-    HIDDEN_PADDED,
     PAIR_ADAPTERS_AT,
     PAIR_OUTPUTS_AT,
     QUANTIZED,
@@ -45,6 +47,7 @@ from paceline.backends.cpu.primitives.rows import (
     record_block,
     record_stride,
     scale_record,
+    write_row,
 )
 from paceline.backends.cpu.primitives.simd import (
     fma,
@@ -89,9 +92,13 @@ def sort_pairs(tasks, job, rows):  # type: ignore[no-untyped-def]
 def gather_rows(tasks, job, counter, rows):  # type: ignore[no-untyped-def]
     """Copy each pair's records to its expert's block: [groups][the expert's rows][record].
 
+    In a latent space they are those of the row's latent.
+
     Where routing weights scale the experts' input, they are applied here and set to 1.
     """
-    chosen, groups = field(job, EXPERTS_PER_TOKEN), field(job, HIDDEN_PADDED) // GROUP
+    chosen, groups = field(job, EXPERTS_PER_TOKEN), field(job, EXPERT_HIDDEN) // GROUP
+    latents = field(job, EXPERT_LATENT_RECORDS_AT)
+    records = latents if latents != 0 else field(job, RECORDS_AT)
     size = RECORD if field(job, QUANTIZED) else 4 * GROUP
     while True:
         pair, _ = take(tasks, counter, rows * chosen, 1)
@@ -101,7 +108,7 @@ def gather_rows(tasks, job, counter, rows):  # type: ignore[no-untyped-def]
         span = field(job, SPANS_AT) + _SPAN * load_int64(choice)
         first, count = load_int64(span), load_int64(span + 8)
         row, block = pair // chosen, field(job, EXPERT_RECORDS_AT) + first * groups * size
-        own = record_block(field(job, RECORDS_AT), row, rows, groups, field(job, QUANTIZED))
+        own = record_block(records, row, rows, groups, field(job, QUANTIZED))
         own += row % ROW_BLOCK * size
         share = field(job, SHARES_AT) + 4 * pair
         for group in range(groups):
@@ -119,9 +126,22 @@ def gather_rows(tasks, job, counter, rows):  # type: ignore[no-untyped-def]
 
 
 @compiled
+def write_latents(tasks, job, counter, rows):  # type: ignore[no-untyped-def]
+    """Write records of every row's latent."""
+    groups = field(job, EXPERT_HIDDEN) // GROUP
+    latents, records = field(job, EXPERT_LATENTS_AT), field(job, EXPERT_LATENT_RECORDS_AT)
+    while True:
+        row, _ = take(tasks, counter, rows, 1)
+        if row >= rows:
+            return
+        source = latents + 4 * GROUP * groups * row
+        write_row(source, groups, records, row, rows, groups, field(job, QUANTIZED))
+
+
+@compiled
 def _biases(job, layer, expert):  # type: ignore[no-untyped-def]
     """The address of an expert's biases of gate, up and down, padded as their matrices are; 0: none."""
-    table, width = field(job, EXPERT_BIASES_AT), 2 * field(job, EXPERT_WIDTH) + field(job, HIDDEN_PADDED)
+    table, width = field(job, EXPERT_BIASES_AT), 2 * field(job, EXPERT_WIDTH) + field(job, EXPERT_HIDDEN)
     return table + 4 * width * (layer * field(job, EXPERTS) + expert) if table != 0 else 0
 
 
@@ -129,7 +149,7 @@ def _biases(job, layer, expert):  # type: ignore[no-untyped-def]
 def gate_experts(tasks, job, counter, layer, scratch):  # type: ignore[no-untyped-def]
     """Gate and up projections and activation of every expert for its rows; a task is 32 columns."""
     experts, units = field(job, EXPERTS), field(job, EXPERT_WIDTH) // GROUP
-    groups = field(job, HIDDEN_PADDED) // GROUP
+    groups = field(job, EXPERT_HIDDEN) // GROUP
     size = RECORD if field(job, QUANTIZED) else 4 * GROUP
     tables = field(job, PAIR_ADAPTERS_AT) if field(job, ROW_ADAPTERS_AT) != 0 else 0
     while True:
@@ -155,7 +175,7 @@ def gate_experts(tasks, job, counter, layer, scratch):  # type: ignore[no-untype
 @compiled
 def project_experts(tasks, job, counter, layer):  # type: ignore[no-untyped-def]
     """Down projection of every expert for its rows, into the pairs' outputs; a task is a tile."""
-    experts, padded = field(job, EXPERTS), field(job, HIDDEN_PADDED)
+    experts, padded = field(job, EXPERTS), field(job, EXPERT_HIDDEN)
     units = field(job, EXPERT_WIDTH) // GROUP
     size = RECORD if field(job, QUANTIZED) else 4 * GROUP
     table = field(job, EXPERT_MATRICES_AT) + DESCRIPTOR * 3 * layer * experts
@@ -184,7 +204,7 @@ def combine_rows(tasks, job, counter, rows, out, added, norm, scratch):  # type:
 
     `norm` is the address of the weights of a norm that is applied to the sum first; 0: none.
     """
-    padded, chosen = field(job, HIDDEN_PADDED), field(job, EXPERTS_PER_TOKEN)
+    padded, chosen = field(job, EXPERT_HIDDEN), field(job, EXPERTS_PER_TOKEN)
     while True:
         row, _ = take(tasks, counter, rows, 1)
         if row >= rows:

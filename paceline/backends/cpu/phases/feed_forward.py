@@ -5,6 +5,10 @@ from __future__ import annotations
 from paceline.backends.cpu.job import (
     BRANCH_AT,
     DOWN,
+    EXPERT_HIDDEN,
+    EXPERT_LATENT_MATRICES_AT,
+    EXPERT_LATENT_RECORDS_AT,
+    EXPERT_LATENTS_AT,
     EXPERTS_NORM,
     EXPERTS_OUTPUT_NORM,
     GATE,
@@ -28,6 +32,7 @@ from paceline.backends.cpu.phases.experts import (
     gather_rows,
     project_experts,
     sort_pairs,
+    write_latents,
 )
 from paceline.backends.cpu.phases.low_rank import change_pairs, expand_rows, shrink_pairs, shrink_rows
 from paceline.backends.cpu.phases.projections import gate_rows, project
@@ -75,11 +80,38 @@ def _run_mlp(control, tasks, job, layer, matrices, counter, shares, scratch, out
 
 
 @compiled
+def _enter_latents(control, tasks, job, layer, counter, scratch):  # type: ignore[no-untyped-def]
+    """Project all rows to the latents that the layer's experts read."""
+    rows, threads = field(job, ROWS), tasks[1]
+    matrix = field(job, EXPERT_LATENT_MATRICES_AT) + DESCRIPTOR * 2 * layer
+    latents, stride = field(job, EXPERT_LATENTS_AT), 4 * field(job, EXPERT_HIDDEN)
+    project(tasks, job, counter, matrix, field(job, RECORDS_AT), rows, latents, stride, 0, 0, scratch)
+    barrier(control, threads)
+    write_latents(tasks, job, counter + 64 * threads, rows)
+    barrier(control, threads)
+
+
+@compiled
+def _leave_latents(control, tasks, job, layer, counter, scratch, out, added):  # type: ignore[no-untyped-def]
+    """Project the latents that experts gave, to `out` or added to it."""
+    rows, threads = field(job, ROWS), tasks[1]
+    matrix = field(job, EXPERT_LATENT_MATRICES_AT) + DESCRIPTOR * (2 * layer + 1)
+    records, stride = field(job, EXPERT_LATENT_RECORDS_AT), 4 * field(job, HIDDEN_PADDED)
+    write_latents(tasks, job, counter, rows)
+    barrier(control, threads)
+    project(tasks, job, counter + 64 * threads, matrix, records, rows, out, stride, 0, added, scratch)
+    barrier(control, threads)
+
+
+@compiled
 def _run_experts(control, tasks, job, layer, counter, scratch, out, added):  # type: ignore[no-untyped-def]
     """The experts of all rows, written to `out` or added to it."""
     rows, threads, line = field(job, ROWS), tasks[1], 64 * tasks[1]
+    has_latents = field(job, EXPERT_LATENT_MATRICES_AT) != 0
     route_rows(tasks, job, counter, rows, layer, scratch)
     barrier(control, threads)
+    if has_latents:
+        _enter_latents(control, tasks, job, layer, counter + line * 17, scratch)
     sort_pairs(tasks, job, rows)
     barrier(control, threads)
     gather_rows(tasks, job, counter + line, rows)
@@ -96,6 +128,11 @@ def _run_experts(control, tasks, job, layer, counter, scratch, out, added):  # t
         change_pairs(tasks, job, layer, rows, scratch)
         barrier(control, threads)
     norm = own_norm(job, layer, EXPERTS_OUTPUT_NORM)
+    if has_latents:
+        combine_rows(tasks, job, counter + line * 4, rows, field(job, EXPERT_LATENTS_AT), 0, norm, scratch)
+        barrier(control, threads)
+        _leave_latents(control, tasks, job, layer, counter + line * 19, scratch, out, added)
+        return
     combine_rows(tasks, job, counter + line * 4, rows, out, added, norm, scratch)
     barrier(control, threads)
 

@@ -20,12 +20,12 @@ from llvmlite import ir
 from numba import types
 
 from paceline.backends.cpu.job import (
+    EXPERT_HIDDEN,
     EXPERT_LINES,
     EXPERT_RECORDS_AT,
     EXPERT_WIDE_RECORDS_AT,
     EXPERT_WIDTH,
     EXPERTS_PER_TOKEN,
-    HIDDEN_PADDED,
     INPUTS,
     LAYER_LINES,
     LOW_AT,
@@ -216,7 +216,7 @@ def _pair_record(job, blocks, groups, first, count, index):  # type: ignore[no-u
 def shrink_pairs(tasks, job, layer, rows, scratch):  # type: ignore[no-untyped-def]
     """down x of all rows of experts, for gate and up."""
     thread, threads = tasks
-    tables, groups = field(job, PAIR_ADAPTERS_AT), field(job, HIDDEN_PADDED) // GROUP
+    tables, groups = field(job, PAIR_ADAPTERS_AT), field(job, EXPERT_HIDDEN) // GROUP
     for place in range(thread, rows * field(job, EXPERTS_PER_TOKEN), threads):
         if load_int64(tables + 8 * place) == 0:
             continue
@@ -239,7 +239,7 @@ def change_pairs(tasks, job, layer, rows, scratch):  # type: ignore[no-untyped-d
     tables, groups, padded = (
         field(job, PAIR_ADAPTERS_AT),
         field(job, EXPERT_WIDTH) // GROUP,
-        field(job, HIDDEN_PADDED),
+        field(job, EXPERT_HIDDEN),
     )
     for place in range(thread, rows * field(job, EXPERTS_PER_TOKEN), threads):
         if load_int64(tables + 8 * place) == 0:

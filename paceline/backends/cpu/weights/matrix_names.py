@@ -64,6 +64,17 @@ def _mlp_parts(config: ModelConfig) -> tuple[str, str, str]:
     return ("gate_proj" if config.is_gated else "up_proj", "up_proj", "down_proj")
 
 
+def expert_latent_names(config: ModelConfig) -> list[str | None]:
+    """The names of the matrices to the latent space of experts and from it, two for each layer; else none."""
+    if config.moe is None or not config.moe.latent_size:
+        return []
+    return [
+        LAYER.format(layer) + f"mlp.{part}_latent_proj.weight" if layer in config.moe.layers else None
+        for layer in range(config.num_layers)
+        for part in ("fc1", "fc2")
+    ]
+
+
 def expert_names(config: ModelConfig, moe: MoeConfig, layer: int) -> list[str]:
     prefix, parts = LAYER.format(layer), _mlp_parts(config)
     return [

@@ -18,6 +18,7 @@ from paceline.backends.cpu.weights.latent_weights import latent_names, norm_name
 from paceline.backends.cpu.weights.matrix_names import (
     LAYER,
     bias_name,
+    expert_latent_names,
     expert_names,
     layer_input_names,
     matrix_names,
@@ -245,6 +246,9 @@ class ModelWeights:
         job, layers = self.job, range(self.config.num_layers)
         job[fields.EXPERTS], job[fields.EXPERTS_PER_TOKEN] = moe.num_experts, moe.experts_per_token
         job[fields.EXPERT_WIDTH] = round_up(moe.intermediate_size, GROUP)
+        job[fields.EXPERT_HIDDEN] = round_up(self.config.expert_hidden, GROUP)
+        if moe.latent_size:
+            job[fields.EXPERT_LATENT_MATRICES_AT] = self._descriptors(expert_latent_names(self.config))
         job[fields.NORMALIZE_SHARES] = moe.normalize_weights
         job[fields.SIGMOID_SCORES] = moe.scoring == "sigmoid"
         job[fields.EXPERT_GROUPS], job[fields.CHOSEN_GROUPS] = moe.groups, moe.chosen_groups
@@ -388,6 +392,7 @@ def _pack_matrices(
     names = [name for name in matrix_names(config) if name] + layer_input_names(config)
     if moe is not None:
         names += [name for layer in sorted(moe.layers) for name in expert_names(config, moe, layer)]
+        names += [name for name in expert_latent_names(config) if name]
     if config.latent is not None:
         names += [name for name in latent_names(config) if name]
     made = with_head_matrices(config, checkpoint.tensors)

@@ -26,7 +26,7 @@ def prefill_and_tree(requests: list[Driven]) -> np.ndarray:
 
 
 FAMILIES = ["llama", "qwen2", "qwen3-moe", "granite", "blocks", "uneven"]
-HYBRIDS = ["lfm2", "qwen3-5", "nemotron-h", "falcon-h1"]
+HYBRIDS = ["lfm2", "qwen3-5", "nemotron-h", "nemotron-h-latent", "falcon-h1"]
 EVERYWHERE = ["deepseek-v2", "deepseek-v3", "gpt-oss", "llama4", "gemma4", "gemma4-moe", *HYBRIDS]
 
 
