@@ -4,7 +4,8 @@ ARGS ?=
 MINUTES ?= 10
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable
+# --no-compile: Python compiles what is imported; most of torch and transformers never is
+PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable
 SERVING := $(VENV)/.serving
 READY := $(VENV)/.ready
 SCALED := $(VENV)/.scaled
