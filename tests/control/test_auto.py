@@ -90,13 +90,13 @@ def test_a_choice_holds_for_the_next_request_unless_it_was_made_at_the_end_of_on
         )  # a new request got its own choice
 
 
-def test_never_asks_below_the_drafters_own_threshold():
+def test_never_asks_below_the_drafters_own_threshold_not_even_to_explore():
     world = World({"d": SimulatedDrafter(lambda step: 0.8)}, pass_seconds=gpu_seconds)  # rows cost nothing
 
     def longest(least_chance):
         plan = DraftPlan("d", 7, least_chance=least_chance)
         steps = world.run(AutoController({"d": plan}, world.costs()), 300)
-        return np.percentile([max(step.nodes) for step in steps], 90)
+        return max(max(step.nodes) for step in steps)
 
     assert longest(0.0) == 7
     assert longest(0.6) == 2  # 0.8 ** 2 is more than that, 0.8 ** 3 is not

@@ -126,9 +126,9 @@ class StepPlanner:
         """The plan of one drafter: it leaves out nodes that will not pay, unless it is explored."""
         config, plan = CONFIG.planner, self._plans[name]
         least = min(config.max_threshold, choice.search.min_chance(name, choice.best))
-        confidence = self._acceptance.of(name, request).calibration.confidence_for(least)
-        usual = max(confidence, plan.least_chance, config.min_threshold)
-        return replace(plan, least_chance=config.min_threshold if name == explored else usual).shrunk(most)
+        pays = self._acceptance.of(name, request).calibration.confidence_for(least)
+        asked = max(0.0 if name == explored else pays, plan.least_chance, config.min_threshold)
+        return replace(plan, least_chance=asked).shrunk(most)
 
     def _probe_record(
         self, choice: HostChoice, request: Request, probe: Probe, chosen: DraftRecord | None
