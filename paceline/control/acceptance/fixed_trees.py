@@ -61,8 +61,8 @@ class SiblingAcceptance:
         self._hits = [factor * hits for hits in self._hits]
 
     def add(self, rank: int, children: int, count: int) -> None:
-        """Count `count` nodes with so many children, of which the one of this rank was accepted; `rank` is
-        `children` if none was."""
+        """Count `count` nodes with this number of `children`, of which the one of this rank was accepted;
+        `rank` is `children` if none was."""
         last = len(self._tries) - 1
         for tried in range(1, min(rank, children - 1) + 1):
             self._tries[min(tried - 1, last)] += count

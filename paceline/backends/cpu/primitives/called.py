@@ -1,8 +1,8 @@
 """Numba functions for compiled code to call: they are linked into their callers, without machine code.
 
-Numba makes machine code of every function, with one wrapper for Python and another for C. Nobody needs them
-for the 200 functions inside `run_passes`. It also links all callees of a function into it and optimizes them
-there, once for each level of calls. Without all that `run_passes` compiles in a quarter of the time.
+Numba makes machine code of every function, with one wrapper for Python and another for C. The 200 functions
+inside `run_passes` need neither. It also links all callees of a function into it and optimizes them there,
+once for each level of calls. Without all that `run_passes` compiles in a quarter of the time.
 """
 
 from __future__ import annotations
