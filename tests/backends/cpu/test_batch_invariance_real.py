@@ -24,8 +24,7 @@ from tests.backends.cpu.subject import (
 from tests.backends.driver import run
 from tests.large import LARGE, repeated
 
-# The numbers of threads of which passes are held to the truth, which is one thread's.
-HELD = {"native": (1, 2), "int8": (1, 2) if LARGE else (2,), "none": (1, 2)}
+HELD = (1, 2) if LARGE else (2,)  # threads of passes that are held to the truth, which is one thread's
 
 
 @pytest.fixture(scope="module", params=["native", "int8", *repeated("none")])
@@ -37,7 +36,7 @@ def real(request: pytest.FixtureRequest, checkpoint_of: Callable[[str], Checkpoi
 
 
 def held(real: Subject) -> list[CpuBackend]:
-    return [real.backends[threads] for threads in HELD[real.name]]
+    return [real.backends[threads] for threads in HELD]
 
 
 @pytest.mark.real
