@@ -11,6 +11,7 @@ import importlib
 import importlib.metadata
 import os
 import shutil
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,17 +63,25 @@ def save_checkpoint(family: str, folder: Path) -> Path:
 
 @cache
 def _kept(family: str) -> Path:
-    """The family's checkpoint, made once for these versions and these files; `make clean` deletes it."""
+    """The family's checkpoint."""
+    return kept(family, lambda folder: random_model(family).save_pretrained(folder))
+
+
+def kept(name: str, save: Callable[[Path], Any], source: str = "") -> Path:
+    """A folder of checkpoints, saved once for these versions and files; `make clean` deletes it.
+
+    `source` is code that made them, beside these files.
+    """
     versions = [importlib.metadata.version(name) for name in ("torch", "transformers", "safetensors")]
     sources = [
         Path(path).read_text() for path in (__file__, tiny_families.__file__, tiny_near_families.__file__)
     ]
-    made_of = "\0".join([*versions, *sources])
+    made_of = "\0".join([*versions, *sources, *([source] if source else [])])
     root = Path(__file__).parents[1] / ".pytest_cache" / "tiny"
-    kept = root / f"{family}-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}"
+    kept = root / f"{name}-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}"
     if not kept.exists():
         made = root / f"{kept.name}.{os.getpid()}"
-        random_model(family).save_pretrained(made)
+        save(made)
         try:
             made.rename(kept)  # whole or not at all
         except OSError:  # another process was first

@@ -49,7 +49,9 @@ class Subject:
         same = itertools.takewhile(
             lambda pair: pair[0] == pair[1], zip(self._said, tokens[:-1], strict=False)
         )
-        shared = 0 if self._alone.states is not None else len(list(same))  # a state cannot go back
+        shared = len(list(same))
+        if self._alone.states is not None and shared < len(self._said):
+            shared = 0  # a state cannot go back
         self._alone.context_length, self._said = shared, list(tokens)
         for end in range(shared, len(tokens)):
             self._remembered[tokens[: end + 1]] = self._alone.extend(tokens[end : end + 1])[0]

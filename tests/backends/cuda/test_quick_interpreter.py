@@ -26,8 +26,17 @@ def _mixed_kernel(rows_at, half_at, out_at, columns, scale, WIDE: tl.constexpr):
     value = half * scale + tl.sum(half.to(tl.float32), axis=1)[:, None] / (1 + number)
     value = tl.where(word & 1 == 0, value, -value) + (word >> 8).to(tl.float64) * 1e-6
     value += tl.dot(half, tl.trans(half), out_dtype=tl.float32).sum(1)[:, None]
+    # numbers on either side, of both signs of zero, in halves that are divided as floats and in truth values
+    value += tl.where(1 / (half * -0.0) > 0, 2.0, 3.0) - tl.where(1 / (half * 0.0) > 0, 5, column + 1)
+    value += 1 / tl.maximum(half, 0.75) - tl.where(columns > 13, 1.5, half) * (half / 3 - 7 // (column + 2))
+    value += (2 - (half < 0.5)) * (5 % (1 + column)) - (column - row[:, None]) * (True - inside)
     top = tl.max(value, axis=1)
     tl.store(out_at + at, value - top[:, None] * 0.5, mask=inside)
+
+
+@triton.jit
+def _negative_kernel(out_at):  # type: ignore[no-untyped-def]
+    tl.store(out_at, tl.arange(0, 4).to(tl.uint32) + -1)
 
 
 @triton.jit
@@ -67,11 +76,14 @@ def test_a_kernel_of_many_types_and_shapes_gives_the_same_bits(monkeypatch: pyte
         assert getattr(where, name) is not own
         monkeypatch.setattr(where, name, own)
     assert torch.equal(quick.view(torch.int64), mixed().view(torch.int64))
+    assert quick.isfinite().all()
     assert quick.unique().numel() == quick.numel()
 
 
-def test_blocks_of_other_sizes_and_sizes_that_are_no_powers_of_two_are_refused(kind: str) -> None:
+def test_negative_numbers_blocks_of_other_sizes_and_odd_sizes_are_refused(kind: str) -> None:
     for _ in range(2):  # what is refused is not kept
+        with pytest.raises(InterpreterError, match="unsigned tensor and a negative scalar"):
+            _negative_kernel[(1,)](torch.empty(4))
         with pytest.raises(InterpreterError, match="incompatible dimensions at index 0: 4 and 8"):
             _unequal_kernel[(1,)](torch.empty(8))
         with pytest.raises(InterpreterError, match="must be a power of 2"):

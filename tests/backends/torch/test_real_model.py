@@ -18,7 +18,7 @@ from tests.backends.prompts import PROMPTS
 from tests.large import LARGE
 from tests.their_gguf import read_once
 
-NEW_TOKENS = 64 if LARGE else 20  # more than a page is enough to go on from one page to the next
+NEW_TOKENS = 64 if LARGE else 17  # more than a page is enough to go on from one page to the next
 CONTINUED = PROMPTS if LARGE else PROMPTS[::5]
 TIE = 1e-4  # closer than this, float32 itself does not decide which of two logits is the greater
 

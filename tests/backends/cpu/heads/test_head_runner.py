@@ -19,6 +19,7 @@ from paceline.models.heads.config import HeadConfig
 from tests.backends.cpu.numbers import assert_same_bits
 from tests.backends.cpu.random_heads import draft, extend, random_slots
 from tests.backends.driver import drive
+from tests.large import LARGE, repeated
 from tests.models.heads.driver import DrivenHead, drive_heads, random_checkpoint, run_heads
 from tests.models.heads.tiny_heads import CONFIGS, EAGLE3, P_EAGLE
 
@@ -75,8 +76,10 @@ def assert_close(pair: tuple[HeadOutput, HeadOutput]) -> None:
 # Without quantization -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunk", [LENGTH, 17, 1], ids=["at once", "in chunks", "slot by slot"])
+@pytest.mark.parametrize("chunk", [*repeated(LENGTH), 17, 1], ids=["at once", "in chunks", "slot by slot"])
 def test_rows_after_the_targets_tokens_equal_torch(pair: Pair, chunk: int) -> None:
+    if chunk == 1 and pair.config not in (P_EAGLE, CONFIGS["all flags"]) and not LARGE:
+        pytest.skip("repeats what a drafted chain tries: run it with `make test-large`")
     tokens, features, _ = random_slots(pair.config, LENGTH)
 
     def work(runner: HeadRunner) -> HeadOutput:

@@ -13,6 +13,7 @@ from paceline.models.checkpoint import Checkpoint
 from tests.backends.adapters import drive_with, extend_all, random_adapters
 from tests.backends.cpu.numbers import assert_same_bits
 from tests.backends.driver import Driven, drive, run
+from tests.large import in_turn
 
 LENGTH, PAGES, NAMES = 40, 4, ("b", "", "a")
 PROMPT = np.random.default_rng(1).integers(0, 60, LENGTH).tolist()
@@ -66,26 +67,32 @@ def test_an_adapter_changes_quantized_weights_as_much_as_in_torch(
         assert changed[number] > 5 * difference[number]
 
 
-@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(
-    ("name", "quantization"),
-    [
-        ("blocks", "native"),
-        ("uneven", "int8"),
-        ("qwen3", "none"),
-        ("mixtral", "int8"),
-        ("deepseek-v3", "int8"),
-        ("deepseek-v2", "none"),
-        ("lfm2", "int8"),
-        ("qwen3-next", "int8"),
-        ("falcon-h1", "none"),
-    ],
+    ("model", "threads"),
+    in_turn(
+        {
+            "-".join(own): own
+            for own in (
+                ("blocks", "native"),
+                ("uneven", "int8"),
+                ("qwen3", "none"),
+                ("mixtral", "int8"),
+                ("deepseek-v3", "int8"),
+                ("deepseek-v2", "none"),
+                ("lfm2", "int8"),
+                ("qwen3-next", "int8"),
+                ("falcon-h1", "none"),
+            )
+        },
+        {"2 threads": 2, "1 thread": 1},
+    ),
 )
 def test_a_row_has_the_same_bits_beside_any_others(
-    name: str, quantization: str, threads: int, checkpoint_of: Callable[[str], Checkpoint]
+    model: tuple[str, str], threads: int, checkpoint_of: Callable[[str], Checkpoint]
 ) -> None:
     """Alone and token by token, beside other adapters in chunks, as a branch of a tree; and without one
     those of a backend that has none."""
+    name, quantization = model
     checkpoint = checkpoint_of(name)
     options = {"quantization": quantization, "threads": threads, "max_rows": 192}
     everywhere = checkpoint.config.moe is not None or checkpoint.config.recurrent is not None

@@ -110,7 +110,7 @@ def run(  # type: ignore[no-untyped-def]
     window, rows, num_pages, more_windows, style, caching, numbers, forgets=True
 ) -> SendingDecoder:
     """The decoder, after all requests had their tokens."""
-    truth = {tuple(REQUESTS[number][0]): expected(window, number) for number in range(len(REQUESTS))}
+    truth = {tuple(REQUESTS[number][0]): expected(window, number) for number in numbers}
     backend = Sending(window, max_rows=rows, on_device=True)
     backend.forgets = forgets
     engine = toy_engine(

@@ -18,9 +18,10 @@ from paceline.models.heads.assistant import load_assistant
 from paceline.models.registry import load_checkpoint
 from tests.backends.cuda.test_backend import make, needs_gpu
 from tests.backends.driver import Driven, drive
+from tests.draft.heads import test_assistant
 from tests.draft.heads.test_assistant import PLANS, random_assistant, target_of
 from tests.draft.heads.test_eagle_cpu import run_engine
-from tests.tiny import random_model
+from tests.tiny import kept, random_model
 from tests.tiny_families import VOCAB_SIZE
 
 LENGTH = 12  # longer than a window
@@ -41,16 +42,25 @@ def batch_of(requests: list[Driven], tokens: list[int], counts: list[int]) -> Fo
     )
 
 
-@pytest.mark.parametrize("is_ordered", [False, True], ids=["all tokens", "clusters"])
-def test_steps_are_those_of_torch(
-    is_ordered: bool, tmp_path: Path, device: torch.device, dtype: torch.dtype
-) -> None:
-    """Two requests of different lengths, the second with two nodes of a tree."""
-    model = random_model("gemma4-moe")
+def beside_target(is_ordered: bool) -> Path:
+    """A folder with an assistant and its target."""
     ordered = {"use_ordered_embeddings": True, "num_centroids": VOCAB_SIZE, "centroid_intermediate_top_k": 50}
-    random_assistant(model, "Gemma4", **(ordered if is_ordered else {})).save_pretrained(tmp_path / "own")
-    model.save_pretrained(tmp_path / "target")
-    target, assistant = load_checkpoint(tmp_path / "target"), load_assistant(tmp_path / "own")
+
+    def save(folder: Path) -> None:
+        model = random_model("gemma4-moe")
+        own = random_assistant(model, "Gemma4", **(ordered if is_ordered else {}))
+        own.save_pretrained(folder / "own")
+        model.save_pretrained(folder / "target")
+
+    made_by = Path(__file__).read_text() + Path(test_assistant.__file__).read_text()
+    return kept(f"assistant-{'clusters' if is_ordered else 'all'}", save, made_by)
+
+
+@pytest.mark.parametrize("is_ordered", [False, True], ids=["all tokens", "clusters"])
+def test_steps_are_those_of_torch(is_ordered: bool, device: torch.device, dtype: torch.dtype) -> None:
+    """Two requests of different lengths, the second with two nodes of a tree."""
+    folder = beside_target(is_ordered)
+    target, assistant = load_checkpoint(folder / "target"), load_assistant(folder / "own")
     generator = np.random.default_rng(3)
     states = generator.standard_normal((3, target.config.hidden_size)).astype(np.float32)
     backends, outputs = (make(target, device, dtype), TorchBackend.load(target)), []

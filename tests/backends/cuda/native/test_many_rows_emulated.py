@@ -19,6 +19,7 @@ from paceline.backends.cuda.kernels.products.matrix import (
 from paceline.backends.cuda.native import many_rows
 from paceline.backends.cuda.native.many_rows import Plan
 from tests.backends.cuda.emulating import Emulated, needs_compiler, tensor_map
+from tests.large import REPEATS
 
 EPS, DIM, DEPTH = 1e-5, 128, 384
 PLANS = [  # with splits, rows; of the first and the last, two programs load weights for each other
@@ -31,6 +32,11 @@ FEW_ROWS = [(Plan(128, 64, True), 2, 100), (Plan(128, 128, True), 2, 97)]
 OVER = Plan(192, 128), 2, 500  # the last tile has more rows than buffers
 # units with half a tile; of 130 rows, two programs load weights for each other
 HALVES = [*((Plan(128, 224), 1, rows) for rows in (100, 130, 300)), (Plan(128, 224, True), 2, 140)]
+
+
+def repeats(*cases: tuple[Plan, int, int]) -> list[Any]:
+    """Cases whose kernels, and ways through them, others have together."""
+    return [pytest.param(*case, marks=REPEATS) for case in cases]
 
 
 def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -71,7 +77,10 @@ def scratch(rows: int, width: int, splits: int) -> Scratch:
 
 
 @needs_compiler
-@pytest.mark.parametrize(("plan", "splits", "rows"), [*PLANS[::2], *HALVES])
+@pytest.mark.parametrize(
+    ("plan", "splits", "rows"),
+    [PLANS[2], *HALVES[:2], HALVES[3], *repeats(PLANS[0], HALVES[2])],
+)
 def test_gate_and_up(run_on_host: Any, plan: Plan, splits: int, rows: int) -> None:
     torch.manual_seed(5)
     width = 896 if plan.columns == 224 else 512
@@ -89,7 +98,10 @@ def test_gate_and_up(run_on_host: Any, plan: Plan, splits: int, rows: int) -> No
 
 
 @needs_compiler
-@pytest.mark.parametrize(("plan", "splits", "rows"), [*PLANS, *FEW_ROWS, OVER])
+@pytest.mark.parametrize(
+    ("plan", "splits", "rows"),
+    [*PLANS[2:], FEW_ROWS[0], OVER, *repeats(*PLANS[:2], FEW_ROWS[1])],
+)
 def test_a_product_is_added(run_on_host: Any, plan: Plan, splits: int, rows: int) -> None:
     torch.manual_seed(6)
     run_on_host("add", plan, rows)

@@ -155,7 +155,7 @@ def run_tree(
 @pytest.mark.parametrize(
     ("config", "root", "parents"),
     [
-        pytest.param(DENSE, 69, CHAIN[:2], id="dense"),
+        pytest.param(DENSE, 69, CHAIN[:2], id="dense", marks=REPEATS),
         pytest.param(NORMED, 130, CHAIN[:1], id="norms", marks=REPEATS),
         # the second row begins a block
         pytest.param(NORMED, 63, CHAIN, id="norms of rows"),

@@ -281,6 +281,7 @@ def test_a_prefill_chunk_reads_its_context_once(
     """Two requests continue after a shared KV chunk, each with its own prefill chunk."""
     from paceline.backends.cuda import backend as backends
     from paceline.backends.cuda.backend import CudaBackend
+    from paceline.backends.cuda.passes.graphs import Graphs
 
     backend = CudaBackend(random_weights(device, dtype, config=FAR), max_rows=8)
     pool, ran = backend.make_pool(2 * PAGES), []
@@ -304,10 +305,8 @@ def test_a_prefill_chunk_reads_its_context_once(
         return ran[-1]
 
     found, logits, names = backends.find_shared_prefixes, [], []
-    run = backend._passes.graphs.run
-    monkeypatch.setattr(
-        backend._passes.graphs, "run", lambda name, work: names.append(name) or run(name, work)
-    )
+    run = Graphs.run
+    monkeypatch.setattr(Graphs, "run", lambda own, name, work: names.append(name) or run(own, name, work))
     with pytest.MonkeyPatch.context() as patch:
         for find in (watched, lambda *arguments: None):
             patch.setattr(backends, "find_shared_prefixes", find)
