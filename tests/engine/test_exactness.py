@@ -32,7 +32,7 @@ def prompt(number: int, length: int) -> list[int]:
 
 def requests():
     """Prompts of many lengths, each with options of its own, all with log-probabilities."""
-    for number in range(24):
+    for number in range(18):
         most = 5 + 3 * (number % 7)
         options = {"max_tokens": most, "logprobs": 3, **OPTIONS[number % len(OPTIONS)]}
         length = [1, 3, 4, 5, 17, 40, 70][(number * 3) % 7]
