@@ -7,7 +7,7 @@ is garbage or another request's, and changes the output.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ from paceline.kv.window_pages import window_pages_for
 from paceline.models.registry import load_checkpoint
 from tests.engine.test_exactness import prompt
 from tests.engine.test_exactness_cpu import Tokenizer
-from tests.engine.test_window_properties import MAX_LENGTH, PAGE, REQUESTS, STYLES
+from tests.engine.test_window_properties import MAX_LENGTH, PAGE, REQUESTS, STYLES, Answers
 from tests.engines import new_engine
 from tests.large import LARGE, repeated
 from tests.tiny import save_checkpoint
@@ -86,8 +86,6 @@ def least_windows(window, rows):
 
 def grouped_engine(window, rows, num_pages, more_windows, style, caching, on_device, told=None) -> Engine:
     """An engine of 4 requests at a time; `told`: the window that it knows of, if it is another one."""
-    numbers = range(len(REQUESTS)) if style else ()
-    truth = {tuple(REQUESTS[number][0]): expected(window, number) for number in numbers}
     backend = Grouped(window, max_rows=rows, on_device=on_device)
     backend.window_group = told or window
     return toy_engine(
@@ -98,7 +96,7 @@ def grouped_engine(window, rows, num_pages, more_windows, style, caching, on_dev
         num_pages=num_pages,
         num_window_pages=least_windows(backend.window_group, rows) + more_windows,
         enable_prefix_caching=caching,
-        drafter=ScriptedDrafter(truth, style) if style else None,
+        drafter=ScriptedDrafter(Answers(partial(expected, window)), style) if style else None,
         budget=5,
         branching=2 if style == "tree" else 1,
     )
