@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from enum import Enum
 from typing import Any
 
@@ -19,11 +19,12 @@ def repeated(*values: Any) -> list[Any]:
     return [pytest.param(value, marks=REPEATS) for value in values]
 
 
-def in_turn(*choices: Mapping[str, Any] | Iterable[Enum]) -> list[Any]:
+def in_turn(*choices: Mapping[str, Any] | Iterable[Enum], repeats: Collection[str] = ()) -> list[Any]:
     """Parameters with a value of each of the choices: all combinations, most of which only repeat.
 
     `make test` has as many as the longest has values: the first values, the second ones, and so on, the
-    shorter ones beginning again. So every value is tried.
+    shorter ones beginning again. So every value is tried, except those named in `repeats`: they are tried
+    elsewhere too.
     """
     named = [
         list(choice.items() if isinstance(choice, Mapping) else ((own.name.lower(), own) for own in choice))
@@ -33,5 +34,6 @@ def in_turn(*choices: Mapping[str, Any] | Iterable[Enum]) -> list[Any]:
     found = []
     for places in itertools.product(*(range(len(values)) for values in named)):
         names, values = zip(*(own[place] for own, place in zip(named, places, strict=True)), strict=True)
-        found.append(pytest.param(*values, id="-".join(names), marks=[] if places in tried else REPEATS))
+        marks = REPEATS if places not in tried or not set(names).isdisjoint(repeats) else []
+        found.append(pytest.param(*values, id="-".join(names), marks=marks))
     return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -168,11 +169,11 @@ class ToyBackend(Backend):
     def _write(self, batch: ForwardBatch, pool: ToyPool, request: int) -> npt.NDArray[np.int64]:
         """The KV slots of all KV indices of a request, after storing its rows."""
         start, end = batch.row_offsets[request], batch.row_offsets[request + 1]
-        length = int(batch.context_lengths[request] + end - start)
-        indices = np.arange(length)
-        pages = batch.page_tables[request][indices // self.page_size]
-        assert ((pages >= 0) & (pages < pool.num_pages)).all(), "an index without a page"
-        kv_slots = pages.astype(np.int64) * self.page_size + indices % self.page_size
+        length, size = int(batch.context_lengths[request] + end - start), self.page_size
+        pages = batch.page_tables[request, : -(-length // size)].astype(np.int64)
+        assert pages.min() >= 0, "an index without a page"
+        assert pages.max() < pool.num_pages, "an index without a page"
+        kv_slots: npt.NDArray[np.int64] = (pages[:, None] * size + np.arange(size)).ravel()[:length]
         written = kv_slots[batch.context_lengths[request] :]
         pool.tokens[written] = batch.tokens[start:end]
         pool.positions[written] = batch.positions[start:end]
@@ -200,28 +201,31 @@ class ToyBackend(Backend):
             assert array.flags.c_contiguous
         assert batch.page_tables.dtype == np.int32
         assert batch.page_tables.flags.c_contiguous
-        assert batch.row_offsets[0] == 0
-        assert batch.row_offsets[-1] == batch.num_rows
-        assert (np.diff(batch.row_offsets) > 0).all()
-        assert (np.diff(batch.logit_rows) > 0).all()
-        if batch.choices is not None:
-            assert len(batch.choices.rows) > 0
-            assert (np.diff(batch.choices.rows) > 0).all()
-            assert not set(batch.choices.rows.tolist()) & set(batch.logit_rows.tolist())
-        assert ((batch.tokens >= 0) & (batch.tokens < self.vocab)).all()
-        written: list[int] = []
         offsets, contexts = batch.row_offsets.tolist(), batch.context_lengths.tolist()
+        logit_rows = batch.logit_rows.tolist()
+        assert offsets[0] == 0
+        assert offsets[-1] == batch.num_rows
+        assert all(start < end for start, end in pairwise(offsets))
+        assert all(row < after for row, after in pairwise(logit_rows))
+        if batch.choices is not None:
+            chosen_rows = batch.choices.rows.tolist()
+            assert len(chosen_rows) > 0
+            assert all(row < after for row, after in pairwise(chosen_rows))
+            assert not set(chosen_rows) & set(logit_rows)
+        assert batch.tokens.min() >= 0
+        assert batch.tokens.max() < self.vocab
+        positions, parents = batch.positions.tolist(), batch.parents.tolist()
+        size, written = self.page_size, set[int]()
         for request, context in enumerate(contexts):
-            start, end = offsets[request], offsets[request + 1]
-            positions: list[int] = []
-            for local, parent in enumerate(batch.parents[start:end].tolist()):
+            start, end, first = offsets[request], offsets[request + 1], context // size
+            pages = batch.page_tables[request, first : -(-(context + end - start) // size)].tolist()
+            for local, parent in enumerate(parents[start:end]):
                 assert -1 <= parent < local
-                positions.append(positions[parent] + 1 if parent >= 0 else context)
-            assert batch.positions[start:end].tolist() == positions
-            indices = np.arange(context, context + end - start)
-            pages = batch.page_tables[request][indices // self.page_size]
-            written += (pages * self.page_size + indices % self.page_size).tolist()
-        assert len(set(written)) == len(written), "two rows write to one KV slot"
+                position = positions[start + parent] + 1 if parent >= 0 else context
+                assert positions[start + local] == position
+                page, place = divmod(context + local, size)
+                written.add(pages[page - first] * size + place)
+        assert len(written) == batch.num_rows, "two rows write to one KV slot"
 
 
 def toy_engine(
@@ -316,6 +320,6 @@ def scribble_free_pages(engine: Engine) -> None:
     """Fill all free pages with garbage."""
     pool = engine._pool
     assert isinstance(pool, ToyPool)
-    pages = engine.kv.pages.free_pages()
+    pages = np.array(engine.kv.pages.free_pages(), dtype=np.intp)
     for stored in (pool.tokens, pool.positions):
         stored.reshape(-1, engine.kv.page_size)[pages] = -999

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,7 +32,16 @@ def reference_token(
     """The token that the reference samples, or -1 if logits are NaN. `truncation` is a row of SlotInits."""
     if temperature == 0:
         return -1 if np.isnan(logits).any() else int(logits.argmax())
-    return choose_token_reference(logits, temperature, truncation_of(truncation), seed, position)
+    return _sampled(logits.tobytes(), temperature, tuple(truncation), seed, position)
+
+
+@lru_cache(maxsize=1 << 15)
+def _sampled(
+    logits: bytes, temperature: float, truncation: tuple[float, ...], seed: int, position: int
+) -> int:
+    """The token of a row of float32 logits, cached, because tests sample the same tokens again and again."""
+    row = np.frombuffer(logits, dtype=np.float32)
+    return choose_token_reference(row, temperature, truncation_of(truncation), seed, position)
 
 
 def edited(logits: Float32Array, edits: LogitEdits, since: Sequence[int], position: int) -> Float32Array:

@@ -37,11 +37,15 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def drafters() -> dict[str, Drafter]:
+    few = {"suffix_decoding_max_cached_requests": 100}  # memory for more takes longer than the tests
     ngram = NgramDrafter(NgramDrafter.Options(prompt_lookup_max=2, prompt_lookup_min=1))
     hybrid = HybridDrafter(
-        HybridOptions(fallback={"method": "ngram"}, combine="tree"), SuffixDrafter(SuffixOptions()), ngram, 4
+        HybridOptions(fallback={"method": "ngram"}, combine="tree"),
+        SuffixDrafter(SuffixOptions(**few)),
+        ngram,
+        4,
     )
-    return {"ngram": ngram, "suffix": SuffixDrafter(SuffixOptions()), "hybrid": hybrid}
+    return {"ngram": ngram, "suffix": SuffixDrafter(SuffixOptions(**few)), "hybrid": hybrid}
 
 
 PLANS: dict[str, Any] = {

@@ -12,6 +12,7 @@ import pytest
 from paceline.constrain import GrammarCompiler, GrammarLimits, StructuredOutputsParams, trial
 from paceline.errors import RequestError
 from tests.constrain.walks import GRAMMARS, TOKENIZER
+from tests.large import repeated
 
 # the library's fuel does not end these: they take minutes and gigabytes
 ENDLESS = {
@@ -56,7 +57,7 @@ def compiler(children: list[subprocess.Popen[str]]) -> Iterator[GrammarCompiler]
     assert all(child.poll() is not None for child in children)
 
 
-@pytest.mark.parametrize("name", ENDLESS)
+@pytest.mark.parametrize("name", ["patterns that must all match", *repeated("intersection of terminals")])
 def test_a_grammar_that_takes_too_long_is_refused_and_its_process_killed(
     compiler: GrammarCompiler, children: list[subprocess.Popen[str]], name: str
 ) -> None:

@@ -202,6 +202,7 @@ class World:
         levels: dict[str, int] = {}  # that were looked at
         said: list[list[float]] = []
         names: list[str] = []
+        known: dict[tuple[str, int, float], list[float]] = {}  # what drafters say to requests that ask alike
         for request, plan in zip(running, planned.plans, strict=True):
             asked: DraftPlan | None = plan
             own: list[float] = []
@@ -209,23 +210,30 @@ class World:
             while asked is not None and asked.drafter is not None:
                 name, drafter = asked.drafter, self.drafters[asked.drafter]
                 most = min(asked.budget, request.max_output - request.num_output - 1)
-                finds = rng.random() < drafter.finds(step)
-                own = drafter.said(step, most, asked.least_chance) if finds else []
+                own, question = [], (name, most, asked.least_chance)
+                if rng.random() < drafter.finds(step):
+                    if question not in known:
+                        known[question] = drafter.said(step, most, asked.least_chance)
+                    own = known[question]
                 sizes.setdefault(name, []).append(len(own))
                 levels[name] = max(levels.get(name, 0), min(len(own) + 1, most))
                 asked = asked.otherwise if sum(own) < asked.enough else None
             said.append(own)
             names.append(name if own else "")
-        trees = DraftTrees.chains([range(len(own)) for own in said], said)
-        if trees.num_nodes:
+        verified = [len(own) for own in said]
+        if any(verified) and type(controller).trim is not Controller.trim:
             plans = [DraftPlan(name, 1) if name else PLAIN for name in names]
+            trees = DraftTrees.chains([range(nodes) for nodes in verified], said)
             trees = controller.trim(planned, list(map(SimulatedPart, running, plans)), trees)
+            verified = np.diff(trees.offsets).tolist()
+        chances = {name: self.drafters[name].right(step) for name in sizes}
         drafts, tokens, rows = [], 0, len(running)
-        for request, name, nodes in zip(running, names, np.diff(trees.offsets).tolist(), strict=True):
+        for request, name, nodes in zip(running, names, verified, strict=True):
             accepted = 0
-            while accepted < nodes and rng.random() < self.drafters[name].right(step):
-                accepted += 1
             if nodes:
+                right = chances[name]
+                while accepted < nodes and rng.random() < right:
+                    accepted += 1
                 rows += nodes
                 facts = (request.request_id, request.segment, name, nodes, nodes, accepted)
                 drafts.append(DraftStats(*facts, path=tuple(range(accepted))))
@@ -254,7 +262,7 @@ class World:
             draft_time=sum(call.seconds for call in calls),
             draft_calls=tuple(calls),
         )
-        return stats, np.diff(trees.offsets).tolist(), names
+        return stats, verified, names
 
 
 def rate(steps: Sequence[Step]) -> float:

@@ -131,8 +131,9 @@ def test_never_below_plain_decoding_and_near_the_best_fixed_length(crowd, pass_s
     check_rate(crowd, pass_seconds)
 
 
-@pytest.mark.parametrize("right", [0.1, 0.8])
-@pytest.mark.parametrize("concurrency", [4, 16])
+@pytest.mark.parametrize(
+    ("concurrency", "right"), in_turn({"4": 4, "16": 16}, {"mostly right": 0.8, "mostly wrong": 0.1})
+)
 def test_drafts_where_only_the_first_rows_are_expensive(concurrency, right):
     """In a mixture of experts they read experts that no row before them has read."""
     check_rate((concurrency, right, 0.0008), mixture_seconds)
@@ -160,7 +161,11 @@ def large_model_seconds(rows: float) -> float:
 
 @pytest.mark.parametrize(
     ("concurrency", "right"),
-    in_turn({str(count): count for count in (1, 4, 16, 64, 96, 128, 256)}, {"half": 0.5, "most": 0.85}),
+    in_turn(
+        {str(count): count for count in (1, 4, 16, 64, 96, 128, 256)},
+        {"half": 0.5, "most": 0.85},
+        repeats=("64", "96"),
+    ),
 )
 def test_with_many_requests_it_is_near_the_best_fixed_length_after_a_hundred_steps(right, concurrency):
     """What passes of more than 64 rows cost was never measured: it must learn that from a few steps."""

@@ -11,6 +11,7 @@ import pytest
 from paceline.control.controller import Load
 from paceline.control.planner.device_load import DeviceLoad
 from tests.control.simulation import SimulatedRequest
+from tests.large import in_turn
 
 LEFT = 60  # tokens of a request, mean
 
@@ -37,12 +38,19 @@ def after_batches(requests: int, outputs: np.ndarray, limit: int) -> DeviceLoad:
     return load
 
 
-@pytest.mark.parametrize("requests", [1, 4, 16, 64])
-@pytest.mark.parametrize(("spread", "limit"), [(0.0, LEFT), (0.3, 1000), (0.3, LEFT)])
-@pytest.mark.parametrize("chances", [[0.4, 0.3], [0.8] * 7, [0.1, *[0.9] * 6]])
-def test_a_batch_takes_as_many_passes_as_its_slowest_request(chances, spread, limit, requests):
+CHANCES = {"few": [0.4, 0.3], "many": [0.8] * 7, "seldom": [0.1, *[0.9] * 6]}
+BATCHES = {
+    f"{requests} of {spread} to {limit}": (spread, limit, requests)
+    for spread, limit in ((0.0, LEFT), (0.3, 1000), (0.3, LEFT))
+    for requests in (1, 4, 16, 64)
+}
+
+
+@pytest.mark.parametrize(("chances", "batch"), in_turn(CHANCES, BATCHES))
+def test_a_batch_takes_as_many_passes_as_its_slowest_request(chances, batch):
     """Compared with batches of requests whose drafts are accepted by chance, in texts that are not equally
     hard. The last chances are those of a lookup that seldom finds something."""
+    spread, limit, requests = batch
     rng = np.random.default_rng(0)
     outputs = rng.normal(LEFT, spread * LEFT, (400, requests)).clip(4, limit)
     passes = []

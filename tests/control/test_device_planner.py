@@ -72,18 +72,25 @@ def rate_of(length: int, right: float, seconds: Callable[[float], float], count:
     return count * tokens / (seconds(count * (1 + length)) + PER_LEVEL * length)
 
 
-@pytest.mark.parametrize("count", [1, 16])
-@pytest.mark.parametrize("seconds", [small, busy])
-@pytest.mark.parametrize("right", [0.05, 0.5, 0.9])
-def test_as_fast_as_plain_decoding_and_as_the_best_length(right, seconds, count):
+@pytest.mark.parametrize(
+    ("right", "load"),
+    in_turn(
+        {"0.9": 0.9, "0.05": 0.05, "0.5": 0.5},
+        {"sixteen": (small, 16), "alone": (small, 1), "busy": (busy, 16), "one busy": (busy, 1)},
+    ),
+)
+def test_as_fast_as_plain_decoding_and_as_the_best_length(right, load):
+    seconds, count = load
     done = world(lambda step: right, seconds, lambda step: count).run(controller(), 900)
     reached = rate(done[200:])
     assert reached > 0.98 * rate_of(0, right, seconds, count)
     assert reached > 0.95 * max(rate_of(length, right, seconds, count) for length in (0, *HEAD))
 
 
-@pytest.mark.parametrize("count", [1, 4, 64])
-@pytest.mark.parametrize("finds", [0.02, 0.2, 0.9])
+@pytest.mark.parametrize(
+    ("finds", "count"),
+    in_turn({"0.9": 0.9, "0.02": 0.02, "0.2": 0.2}, {str(count): count for count in (4, 64, 1)}),
+)
 def test_lookup_drafts_never_cost_more_than_two_percent(finds, count):
     """Where most lookups find nothing, their empty rows cost as much as accepted ones."""
 

@@ -91,7 +91,7 @@ def test_the_page_makes_a_working_drafter(bigram):
     prompts = ["one two one two one two one two", "Once upon a time"]
 
     def run(speculative):
-        params = SamplingParams(temperature=0, max_tokens=40, logprobs=1, speculative=speculative)
+        params = SamplingParams(temperature=0, max_tokens=24, logprobs=1, speculative=speculative)
         return llm.generate(prompts, params)
 
     plain, drafted = run("off"), run("bigram")

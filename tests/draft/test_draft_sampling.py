@@ -7,6 +7,7 @@ would be the same on all sides. Here candidates come from logits and the numpy r
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -90,6 +91,11 @@ def block_drafter(sampling: DraftSampling):
 HEADS = {"eagle3": (eagle_drafter, path_logits), "block": (block_drafter, block_logits)}
 
 
+@lru_cache(maxsize=1024)
+def token_noise(seed: int, position: int) -> np.ndarray:
+    return gumbel_reference(seed, position, np.arange(VOCAB))
+
+
 def misplaced_nodes(head: str, sampling: DraftSampling, temperature: float, shape: tuple[int, int]) -> int:
     """Drafted nodes that are not among the best candidates of their parents, in one engine's run."""
     make, logits_of = HEADS[head]
@@ -102,14 +108,17 @@ def misplaced_nodes(head: str, sampling: DraftSampling, temperature: float, shap
         trees = propose(requests, plans)
         for number, request in enumerate(requests):
             paths: list[tuple[int, ...]] = []
+            best: dict[tuple[int, ...], set[int]] = {}  # by the path of their parent
             for token, parent in zip(*trees.tree_lists(number), strict=True):
                 above = paths[parent] if parent >= 0 else ()
                 paths.append((*above, token))
-                scores = logits_of(request, above).astype(np.float64)
-                if temperature > 0.0 and sampling is DraftSampling.COUPLED:
-                    position = len(request.token_ids) + len(above)
-                    scores = scores / temperature + gumbel_reference(request.seed, position, np.arange(VOCAB))
-                misplaced += token not in np.argsort(-scores, kind="stable")[:branching]
+                if above not in best:
+                    scores = logits_of(request, above).astype(np.float64)
+                    if temperature > 0.0 and sampling is DraftSampling.COUPLED:
+                        position = len(request.token_ids) + len(above)
+                        scores = scores / temperature + token_noise(request.seed, position)
+                    best[above] = set(np.argsort(-scores, kind="stable")[:branching].tolist())
+                misplaced += token not in best[above]
                 seen += 1
         return trees
 

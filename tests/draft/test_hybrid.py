@@ -18,6 +18,7 @@ from paceline.draft.speculative_config import parse_speculative_config
 from paceline.errors import ConfigError
 from tests.draft.requests import make_request
 from tests.engine.test_exactness import requests, result
+from tests.large import in_turn
 from tests.toy import drain, toy_engine
 from tests.toy_drafter import ScriptedDrafter
 
@@ -222,20 +223,17 @@ def test_chosen_and_drawn_nodes_in_one_tree_are_refused():
         HybridDrafter.load(options, SimpleNamespace(sampling=DraftSampling.INDEPENDENT))
 
 
-@pytest.mark.parametrize("combine", ["either", "tree"])
-@pytest.mark.parametrize("style", ["right", "wrong", "partly", "tree"])
-def test_the_engine_gives_the_same_results_with_it(combine, style):
-    plain = {}
-    for ids, params in requests():
-        engine = toy_engine()
-        (request,) = engine.add_request(ids, params)
-        drain(engine)
-        plain[tuple(ids)] = request
-    truth = {ids: request.output_token_ids for ids, request in plain.items()}
+COMBINED = {name: name for name in ("either", "tree")}
+STYLES = {name: name for name in ("right", "wrong", "tree", "partly")}
+
+
+@pytest.mark.parametrize(("style", "combine"), in_turn(STYLES, COMBINED))
+def test_the_engine_gives_the_same_results_with_it(alone, combine, style):
+    truth = {tuple(ids): alone[number][0] for number, (ids, _) in enumerate(requests())}
     engine = toy_engine(drafter=hybrid(ScriptedDrafter(truth, style), 6, combine=combine), budget=6)
     added = [engine.add_request(ids, params)[0] for ids, params in requests()]
     drain(engine)
-    assert [result(request) for request in added] == [result(request) for request in plain.values()]
+    assert [result(request) for request in added] == alone
     assert not any(request.failed_drafters for request in added)
     if style != "wrong":
         assert sum(request.speculative.num_accepted_draft_tokens for request in added) > 50

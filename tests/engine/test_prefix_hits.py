@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from paceline.draft.lookup.ngram import NgramDrafter
@@ -53,6 +55,7 @@ def plain() -> tuple[list[int], list[list[int]]]:
     return hits(None, on_device=False)
 
 
+@cache
 def truth() -> dict[tuple[int, ...], list[int]]:
     """The answer to every prompt of the conversations."""
     known = {}

@@ -52,7 +52,8 @@ def output(number: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("requests", "prompt"), [(1, 45), (16, 700), pytest.param(64, 45, marks=REPEATS), (64, 700)]
+    ("requests", "prompt"),
+    [(1, 45), pytest.param(16, 700, marks=REPEATS), pytest.param(64, 45, marks=REPEATS), (64, 700)],
 )
 @pytest.mark.parametrize(
     ("make", "right"),

@@ -6,7 +6,8 @@ is released too early is taken by another request or filled with garbage, and ch
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 
 import pytest
 from hypothesis import given, settings
@@ -50,9 +51,19 @@ def expected(window: int, number: int) -> list[int]:
     return request.output_token_ids
 
 
+class Answers(dict[tuple[int, ...], list[int]]):
+    """The tokens that follow each prompt, computed when they are asked for."""
+
+    def __init__(self, answer: Callable[[int], list[int]]) -> None:
+        self._answer = answer
+
+    def __missing__(self, prompt_ids: tuple[int, ...]) -> list[int]:
+        return self._answer(PROMPTS.index([*prompt_ids]))
+
+
 def windowed_engine(window, rows, num_pages, style, caching, on_device, told=None) -> Engine:
     """An engine of 4 requests at a time; `told`: the window that it knows of, if it is another one."""
-    truth = {tuple(ids): expected(window, number) for number, (ids, _) in enumerate(REQUESTS)}
+    truth = Answers(partial(expected, window))
     backend = Windowed(window, max_rows=rows, on_device=on_device)
     backend.attention_window = told or window
     return toy_engine(

@@ -12,11 +12,11 @@ from tests.engine.test_exactness_cpu import run
 from tests.tiny import save_checkpoint
 from tests.toy_drafter import ScriptedDrafter
 
-FEW = 6  # pages; the texts of both requests take 2 * 6, their windows of 9 tokens 2 * 2 and a draft
+FEW = 6  # pages; the texts of both requests take 2 * 4, their windows of 9 tokens 2 * 2 and a draft
 WANTED = [
     (
         [3 + number, 40, 8, 2, 90, 17],
-        SamplingParams(temperature=number, seed=5, max_tokens=88, ignore_eos=True),
+        SamplingParams(temperature=number, seed=5, max_tokens=56, ignore_eos=True),
     )
     for number in range(2)
 ]
@@ -55,9 +55,8 @@ def test_a_text_continues_after_its_cached_prefix(backend, alone):
 
 
 def test_pages_released_too_early_are_noticed(tmp_path):
-    backend = TorchBackend.load(
-        load_checkpoint(save_checkpoint("qwen2", tmp_path)), max_rows=64, row_by_row=True
-    )
+    checkpoint = load_checkpoint(save_checkpoint("qwen2", tmp_path))
+    backend = CpuBackend.load(checkpoint, quantization="int8", threads=1, max_rows=64)
     alone = [run(backend, [one])[0][0] for one in WANTED]
     backend.attention_window = 9  # it has none
     assert run(backend, WANTED, num_pages=FEW)[0] != alone

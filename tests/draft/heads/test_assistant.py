@@ -32,7 +32,7 @@ from tests.draft.heads.test_eagle_cpu import ROWS, run_engine
 from tests.draft.model.test_draft_model_cpu import save_model
 from tests.engine.test_exactness_cpu import Tokenizer
 from tests.engines import Later, new_engine
-from tests.large import REPEATS, repeated
+from tests.large import REPEATS
 from tests.models.heads.gguf_head_files import convert_assistant, convert_head
 from tests.models.heads.test_gguf_heads import DFLASH, saved
 from tests.tiny import random_model
@@ -71,19 +71,33 @@ def random_assistant(model, kind, **options):
     return assistant
 
 
-@pytest.fixture(scope="module", params=ASSISTANTS)
-def loaded(request, tmp_path_factory):
-    """A target and its assistant: those of transformers, the checkpoints, and the target's backend."""
-    model = random_model(request.param)
-    ordered = {"use_ordered_embeddings": True, "num_centroids": VOCAB_SIZE, "centroid_intermediate_top_k": 50}
-    options = ordered if request.param == "gemma4" else {}
-    assistant = random_assistant(model, ASSISTANTS[request.param], **options)
-    folders = [tmp_path_factory.mktemp(name) for name in ("target", "assistant")]
-    model.save_pretrained(folders[0])
-    assistant.save_pretrained(folders[1])
-    checkpoint = load_checkpoint(folders[0])
-    backend = TorchBackend.load(checkpoint, max_rows=ROWS)
-    return model, assistant, checkpoint, backend, folders[1]
+@pytest.fixture(scope="module")
+def load(tmp_path_factory):
+    """Gives a target and its assistant, made once: those of transformers, the checkpoints, the backend."""
+
+    @cache
+    def load(family):
+        model = random_model(family)
+        ordered = {
+            "use_ordered_embeddings": True,
+            "num_centroids": VOCAB_SIZE,
+            "centroid_intermediate_top_k": 50,
+        }
+        options = ordered if family == "gemma4" else {}
+        assistant = random_assistant(model, ASSISTANTS[family], **options)
+        folders = [tmp_path_factory.mktemp(name) for name in ("target", "assistant")]
+        model.save_pretrained(folders[0])
+        assistant.save_pretrained(folders[1])
+        checkpoint = load_checkpoint(folders[0])
+        backend = TorchBackend.load(checkpoint, max_rows=ROWS)
+        return model, assistant, checkpoint, backend, folders[1]
+
+    return load
+
+
+@pytest.fixture(params=ASSISTANTS)
+def loaded(request, load):
+    return load(request.param)
 
 
 def target_of(checkpoint, backend, sampling=DraftSampling.COUPLED):
@@ -207,9 +221,19 @@ class AgainstTransformers(AssistantDrafter):
         return proposed
 
 
-@pytest.mark.parametrize("num_window_pages", [24, *repeated(None)])
+@pytest.mark.parametrize(
+    ("loaded", "num_window_pages"),
+    [
+        pytest.param(*case, marks=REPEATS if number else ())
+        for number, case in enumerate(product(ASSISTANTS, (24, None)))
+    ],
+    indirect=["loaded"],
+)
 def test_drafts_are_those_of_transformers(loaded, num_window_pages):
-    """Also after a prefix hit, in chunks of a prompt, while other requests run, and from window pages."""
+    """Also after a prefix hit, in chunks of a prompt, while other requests run, and from window pages.
+
+    What a step of each family computes is compared above.
+    """
     model, assistant, checkpoint, backend, folder = loaded
     drafter = Later(AgainstTransformers.load(HeadOptions(model=str(folder)), target_of(checkpoint, backend)))
     drafter.models = model, assistant
@@ -241,13 +265,18 @@ PLANS = [PLAIN, *(DraftPlan("assistant", *shape) for shape in ((1,), (4,), (6, 2
 
 
 @pytest.fixture(scope="module")
-def undrafted(loaded):
-    """The tokens of plain decoding on a backend of this target, computed once for each backend's name."""
+def undrafted():
+    """The tokens of plain decoding on a backend of a target, computed once for each backend's name."""
+    known = {}
 
-    @cache
-    def tokens(name):
-        backend = loaded[3] if name == "torch" else CpuBackend.load(loaded[2], threads=1, max_rows=ROWS)
-        return [one.output_token_ids for one in run_engine(backend, None, PLAIN)[0]]
+    def tokens(loaded, name):
+        checkpoint, backend = loaded[2:4]
+        if (checkpoint.source, name) not in known:
+            if name == "cpu":
+                backend = CpuBackend.load(checkpoint, threads=1, max_rows=ROWS)
+            added, _ = run_engine(backend, None, PLAIN)
+            known[checkpoint.source, name] = [one.output_token_ids for one in added]
+        return known[checkpoint.source, name]
 
     return tokens
 
@@ -255,13 +284,15 @@ def undrafted(loaded):
 def drafted_cases():
     """Every family with drafts of both kinds, on both backends.
 
-    How drafts are drawn does not depend on the family, so torch, which is slow, draws them for one alone.
+    How drafts are drawn does not depend on the backend, nor on torch, which is slow, what is done with them
+    on the family: torch has coupled drafts of one family alone.
     """
     for family, name in product(ASSISTANTS, ("torch", "cpu")):
-        yield pytest.param(family, DraftSampling.COUPLED, 24, name)
+        on_torch = name == "torch"
+        marks = REPEATS if on_torch and family != "gemma4" else ()
+        yield pytest.param(family, DraftSampling.COUPLED, 24, name, marks=marks)
         yield pytest.param(family, DraftSampling.COUPLED, None, name, marks=REPEATS)
-        is_drawn_elsewhere = name == "torch" and family != "gemma4"
-        marks = REPEATS if is_drawn_elsewhere else ()
+        marks = REPEATS if on_torch else ()
         yield pytest.param(family, DraftSampling.INDEPENDENT, None, name, marks=marks)
 
 
@@ -277,7 +308,7 @@ def test_same_tokens_with_chains_and_trees(loaded, undrafted, sampling, num_wind
     sizes = {"rows": 24, "max_num_seqs": 4, "num_window_pages": num_window_pages}
     added, engine = run_engine(backend, drafter, *PLANS, **sizes, times=2)
     assert drafter.needs.feature_layers == (checkpoint.config.num_layers,)
-    assert [one.output_token_ids for one in added] == undrafted(name)
+    assert [one.output_token_ids for one in added] == undrafted(loaded, name)
     assert sum(one.speculative.num_draft_tokens for one in added) > 100
     assert engine.kv.prefix_hits > 0
 

@@ -19,6 +19,7 @@ from tests.draft.heads.test_eagle_cpu import ROWS, AgainstFresh, run_engine
 from tests.draft.model.test_draft_model_cpu import results
 from tests.engine.test_exactness_cpu import Tokenizer
 from tests.engines import Later
+from tests.large import REPEATS
 from tests.models.heads.driver import random_checkpoint
 from tests.models.heads.tiny_heads import BLOCK_CONFIGS
 from tests.tiny import save_checkpoint
@@ -53,7 +54,7 @@ class AgainstDSpark(AgainstFresh, DSparkDrafter):
         ("dflash", {"rows": 24, "max_num_seqs": 4}, DraftSampling.COUPLED),
         ("jetspec", {"num_pages": 14}, DraftSampling.GREEDY),
         ("dspark", {"num_pages": 14}, DraftSampling.COUPLED),
-        ("dflash2", {"rows": 24, "max_num_seqs": 4}, DraftSampling.COUPLED),
+        pytest.param("dflash2", {"rows": 24, "max_num_seqs": 4}, DraftSampling.COUPLED, marks=REPEATS),
         ("dflash2", {"num_pages": 14}, DraftSampling.GREEDY),
     ],
     ids=[

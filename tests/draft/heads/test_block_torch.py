@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ from tests.draft.heads.test_eagle_torch import ROWS, features_of, run_engine, ta
 from tests.draft.model.test_draft_model_cpu import save_model
 from tests.draft.requests import make_request
 from tests.engines import Later
-from tests.large import in_turn
+from tests.large import REPEATS
 from tests.models.heads.driver import random_checkpoint
 from tests.models.heads.tiny_heads import BLOCK_CONFIGS, DSPARK, VOCAB
 from tests.tiny import save_checkpoint
@@ -133,7 +133,9 @@ def checked_drafter(name, checkpoint, backend, sampling, folder, head=None) -> L
         ("dflash", DraftSampling.GREEDY),
         ("jetspec", DraftSampling.COUPLED),
         ("dflash2", DraftSampling.COUPLED),
-        *(("dspark", sampling) for sampling in DraftSampling),
+        ("dspark", DraftSampling.INDEPENDENT),
+        pytest.param("dspark", DraftSampling.GREEDY, marks=REPEATS),
+        pytest.param("dspark", DraftSampling.COUPLED, marks=REPEATS),  # as below
     ],
 )
 @torch.inference_mode()
@@ -233,11 +235,19 @@ def generate(model, speculative_config, backend="torch"):
     return llm.generate([list(range(3, 60))] * 3, params, use_tqdm=False)
 
 
-SERVED = {name: BLOCK_CONFIGS[name] for name in ("dflash", "dflash2", "jetspec", "dspark")}
+SERVED = ("dflash", "dflash2", "jetspec", "dspark")
+TRIED = (("dflash", "torch"), ("dflash2", "cpu"), ("jetspec", "cpu"), ("dspark", "cpu"))  # torch is slow
 
 
-@pytest.mark.parametrize(("config", "backend"), in_turn(SERVED, {"torch": "torch", "cpu": "cpu"}))
-def test_same_bytes_as_chain_and_tree_at_every_temperature(model, config, backend, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        pytest.param(*case, marks=() if case in TRIED else REPEATS)
+        for case in product(SERVED, ("torch", "cpu"))
+    ],
+)
+def test_same_bytes_as_chain_and_tree_at_every_temperature(model, name, backend, tmp_path):
+    config = BLOCK_CONFIGS[name]
     write_head(random_checkpoint(config), tmp_path, "vllm")
     method = {"method": config.kind, "model": str(tmp_path), "min_prob": 0}
     expected = [output.outputs[0].token_ids for output in generate(model, None, backend)]

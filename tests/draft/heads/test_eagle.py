@@ -52,7 +52,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("setting", "sampling"), in_turn(SETTINGS, DraftSampling))
+@pytest.mark.parametrize(
+    ("setting", "sampling"), in_turn(SETTINGS, DraftSampling, repeats=("roomy", "pages of 1"))
+)
 def test_no_slot_reads_a_wrong_feature_with_plans_that_change_from_step_to_step(alone, setting, sampling):
     """The toy head raises if it does, and then its requests are marked."""
     drafter = toy_eagle(setting.get("backend"), sampling)

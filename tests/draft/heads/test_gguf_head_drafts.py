@@ -20,6 +20,7 @@ from paceline.models.registry import load_checkpoint
 from tests.draft.model.test_draft_model_cpu import run_engine
 from tests.engine.test_exactness_cpu import Tokenizer
 from tests.engines import Later
+from tests.large import in_turn
 from tests.models.heads.gguf_head_files import convert_head
 from tests.models.heads.test_gguf_heads import DFLASH, DSPARK, EAGLE3_HEADS, saved
 from tests.tiny import save_checkpoint
@@ -55,12 +56,15 @@ HEADS = {
 }
 
 
+BACKENDS = {"cpu": "cpu", "torch": "torch"}
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return load_checkpoint(save_checkpoint("qwen2", tmp_path_factory.mktemp("target")))
 
 
-@pytest.fixture(scope="module", params=["cpu", "torch"])
+@pytest.fixture(scope="module", params=BACKENDS)
 def backend(request, checkpoint):
     if request.param == "torch":
         return TorchBackend.load(checkpoint, max_rows=ROWS)
@@ -88,9 +92,9 @@ def drafted(path: Path, kind, backend, checkpoint):
     return added, drafter.seen
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_drafts_are_those_of_the_folder(tmp_path, plant, checkpoint, backend, plain, name):
-    config, kind = HEADS[name]
+@pytest.mark.parametrize(("head", "backend"), in_turn(HEADS, BACKENDS), indirect=["backend"])
+def test_drafts_are_those_of_the_folder(tmp_path, plant, checkpoint, backend, plain, head):
+    config, kind = head
     folder = saved(tmp_path, config)
     path = convert_head(folder)
     added, ours = drafted(path, kind, backend, checkpoint)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -47,6 +48,11 @@ def backend(checkpoint):
     return TorchBackend.load(checkpoint, max_rows=ROWS)
 
 
+@pytest.fixture(scope="module")
+def plain(backend):
+    return run_engine(backend, None, PLAIN)[0]
+
+
 class AgainstWhole(MedusaDrafter):
     """Compares every proposal with that from the state of a pass over the whole sequence."""
 
@@ -60,7 +66,7 @@ class AgainstWhole(MedusaDrafter):
             if request.num_pending > 1:
                 assert proposed.tree_lists(number) == ([], [])
                 continue
-            levels = self.reference.run(self._state(request.token_ids)[None])[:, 0]
+            levels = self.reference.run(last_state(self.backend, tuple(request.token_ids))[None])[:, 0]
             context = Context(request, request.token_ids, np.zeros(0, dtype=np.int32), plan.budget)
             shallow = replace(plan, depth=min(plan.levels, len(levels)))
             if plan.branching > 1 and self._paths:
@@ -75,15 +81,17 @@ class AgainstWhole(MedusaDrafter):
             self.compared += 1
         return proposed
 
-    def _state(self, tokens: Sequence[int]) -> np.ndarray:
-        """The target's normed last state of the token before the last."""
-        (request,) = drive(self.backend, pages_each=12)
-        known = tokens[:-1]
-        for at in range(0, len(known), ROWS):
-            chunk = known[at : at + ROWS]
-            features = run([request.ask(chunk)], feature_layers=(3,)).features
-            request.commit(range(len(chunk)))
-        return self.backend.model.norm(torch.from_numpy(features[-1])).numpy()
+
+@lru_cache(maxsize=1024)  # tests draft behind the same tokens again and again
+def last_state(backend: TorchBackend, tokens: tuple[int, ...]) -> np.ndarray:
+    """The target's normed last state of the token before the last."""
+    (request,) = drive(backend, pages_each=12)
+    known = tokens[:-1]
+    for at in range(0, len(known), ROWS):
+        chunk = known[at : at + ROWS]
+        features = run([request.ask(chunk)], feature_layers=(3,)).features
+        request.commit(range(len(chunk)))
+    return backend.model.norm(torch.from_numpy(features[-1])).numpy()
 
 
 class Grown(GrowingTree):
@@ -116,7 +124,7 @@ VOCABULARIES_AND_PATHS = {
 
 @pytest.mark.parametrize(("made", "sampling"), in_turn(VOCABULARIES_AND_PATHS, DraftSampling))
 @torch.inference_mode()
-def test_every_tree_follows_from_the_last_state(made, sampling, checkpoint, backend, tmp_path):
+def test_every_tree_follows_from_the_last_state(made, sampling, checkpoint, backend, plain, tmp_path):
     ids, paths = made
     config = CONFIG if ids is None else replace(CONFIG, draft_vocab_size=len(ids))
     write_medusa(replace(random_medusa(config, ids), paths=paths), tmp_path)
@@ -127,7 +135,7 @@ def test_every_tree_follows_from_the_last_state(made, sampling, checkpoint, back
     drafter.backend, drafter.reference = backend, NumpyMedusa(load_medusa(tmp_path))
     plans = [DraftPlan("medusa", *shape) for shape in ((2,), (5,), (6, 2), (9, 3), (5, 4, 2))]
     outputs, engine = run_engine(backend, drafter, PLAIN, *plans, num_pages=8)
-    assert outputs == run_engine(backend, None, PLAIN)[0]
+    assert outputs == plain
     assert engine.scheduler.num_preemptions > 0
     assert drafter.compared > 20
     assert not drafter._states, "what has ended is forgotten"

@@ -96,6 +96,13 @@ class Checked(AgainstFresh, MtpDrafter):
     """Compares every proposal with that of a drafter to which the request is new."""
 
 
+@pytest.fixture(scope="module")
+def compiled(mimo):
+    """The cpu backend, and the results of plain decoding on it."""
+    backend = CpuBackend.load(mimo[0], quantization="int8", threads=1, max_rows=ROWS)
+    return backend, results(run_engine(backend, None, PLAIN)[0])
+
+
 PLANS = [PLAIN, *(DraftPlan("mtp", *shape) for shape in ((1,), (4,), (6, 2), (9, 3), (5, 4, 2)))]
 
 
@@ -108,12 +115,12 @@ PLANS = [PLAIN, *(DraftPlan("mtp", *shape) for shape in ((1,), (4,), (6, 2), (9,
     ],
     ids=["coupled, chunks and prefix hits", "greedy, preemption", "drawn, preemption"],
 )
-def test_same_bytes_with_chains_and_trees_that_do_not_depend_on_the_past(mimo, sampling, setting):
-    backend = CpuBackend.load(mimo[0], quantization="int8", threads=1, max_rows=ROWS)
+def test_same_bytes_with_chains_and_trees_that_do_not_depend_on_the_past(mimo, compiled, sampling, setting):
+    backend, plain = compiled
     drafter = Later(Checked.load(MtpOptions(min_prob=0.0), target_of(mimo[0], backend, sampling)))
     drafter.backend = backend
     added, engine = run_engine(backend, drafter, *PLANS, times=2, **setting)
-    assert results(added) == results(run_engine(backend, None, PLAIN)[0])
+    assert results(added) == plain
     assert drafter.compared > 30
     assert engine.scheduler.num_preemptions > 0 if "num_pages" in setting else engine.kv.prefix_hits > 0
 

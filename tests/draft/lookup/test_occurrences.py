@@ -36,7 +36,6 @@ def filled(levels, capacity, parts, keep=None):
     return index, stream
 
 
-@settings(max_examples=150)
 @given(
     chunks, st.integers(1, 70), st.integers(0, 70), st.integers(1, 3), st.integers(0, 3), st.integers(1, 9)
 )
@@ -48,7 +47,7 @@ def test_the_longest_ngram_is_found_at_its_newest_place(parts, capacity, keep, s
     assert chain[:size].tolist() == reference.ngram_chain(stream, shortest, shortest + more, budget)
 
 
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(
     own_parts=chunks,
     past_parts=st.lists(

@@ -67,7 +67,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("setting", "sampling"), in_turn(SETTINGS, DraftSampling))
+@pytest.mark.parametrize(
+    ("setting", "sampling"), in_turn(SETTINGS, DraftSampling, repeats=("roomy", "pages of 16"))
+)
 def test_with_plans_that_change_from_step_to_step(alone, setting, sampling):
     page_size = setting["backend"].page_size if "backend" in setting else 4
     backend = HazyToy(max_rows=setting.get("rows", 128), page_size=page_size)

@@ -26,6 +26,7 @@ from tests.draft.draft_models import MIXED, AgainstFresh, Plans, chain, model_dr
 from tests.engine.test_exactness_cpu import Tokenizer
 from tests.engine.test_exactness_cpu import requests as cpu_requests
 from tests.engines import new_engine
+from tests.large import in_turn
 from tests.tiny import save_checkpoint
 from tests.tiny_families import SIZES, VOCAB_SIZE
 
@@ -113,12 +114,10 @@ def test_its_trees_are_right_at_least_at_the_first_level(target, twin, plain):
     assert all(request.speculative.acceptance_histogram[0] == 0 for request in added)
 
 
-@pytest.mark.parametrize("sampling", list(DraftSampling))
-@pytest.mark.parametrize(
-    "setting",
-    [{"rows": 24, "max_num_seqs": 4}, {"num_pages": 14}],
-    ids=["chunks and prefix hits", "preemption"],
-)
+SETTINGS = {"chunks and prefix hits": {"rows": 24, "max_num_seqs": 4}, "preemption": {"num_pages": 14}}
+
+
+@pytest.mark.parametrize(("sampling", "setting"), in_turn(DraftSampling, SETTINGS))
 def test_a_finer_copy_drafts_the_same_with_and_without_a_past(target, finer, plain, sampling, setting):
     drafter = drafter_of(finer, sampling, AgainstFresh)
     added, engine = run_engine(target, drafter, *MIXED, times=2, **setting)

@@ -34,7 +34,7 @@ from tests.engines import Later
 from tests.large import in_turn
 from tests.tiny import save_checkpoint
 from tests.tiny_families import SIZES, VOCAB_SIZE
-from tests.toy import ToyBackend, toy_engine
+from tests.toy import ToyBackend
 from tests.toy import drain as drain_plain
 
 LAYERS = SIZES["num_hidden_layers"]
@@ -177,7 +177,7 @@ class Erased(LayerSkipDrafter):
 @pytest.mark.parametrize(
     "setting", [{}, {"num_pages": 26, "max_model_len": 100}], ids=["roomy", "preemption"]
 )
-def test_the_target_never_reads_what_a_draft_wrote(setting):
+def test_the_target_never_reads_what_a_draft_wrote(alone, setting):
     """The toy's logits are a hash of all that it reads in its pool."""
     target = ToyBackend(max_rows=128)
     drafter = toy_drafter(target, HazyToy(), Erased)
@@ -185,12 +185,8 @@ def test_the_target_never_reads_what_a_draft_wrote(setting):
     for _ in range(2):  # the second time with prefix hits
         added = [engine.add_request(ids, params)[0] for ids, params in requests()]
         drain_plain(engine)
-    for (ids, params), request in zip(requests(), added, strict=True):
-        alone = toy_engine(enable_prefix_caching=False)
-        (expected,) = alone.add_request(ids, params)
-        drain_plain(alone)
-        assert result(request) == result(expected)
-        assert not request.failed_drafters
+    assert [result(request) for request in added] == alone
+    assert not any(request.failed_drafters for request in added)
     drafted = sum(request.speculative.num_draft_tokens for request in added)
     assert 20 < sum(request.speculative.num_accepted_draft_tokens for request in added) < drafted
     assert engine.scheduler.num_preemptions > 0 or not setting
