@@ -6,8 +6,9 @@ in a mixed batch, with every option of sampling, whatever the scheduler does mea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from itertools import cycle, islice
 from typing import Any
 
@@ -57,12 +58,17 @@ def assert_something_happened(outcomes: list[Outcome]) -> None:
     assert not any(child.failed_drafters for outcome in outcomes for child in outcome.children)
 
 
+@pytest.fixture(scope="module")
+def engine_of(model: LoadedModel, configs: Configs) -> Callable[[str], Engine]:
+    """An engine of each method, so that no other test has told its caches the answers."""
+    return cache(lambda method: make_engine(MODEL, model, [configs[method]]))
+
+
 @pytest.mark.parametrize("name", [name for name in PLANS if name != "off"])
 def test_each_method_alone(
-    model: LoadedModel, configs: Configs, truth: Truth, cases: list[Case], name: str
+    engine_of: Callable[[str], Engine], truth: Truth, cases: list[Case], name: str
 ) -> None:
-    # an engine of its own, so that no other test has told its caches the answers
-    engine = make_engine(MODEL, model, [configs[name.removesuffix(" tree")]])
+    engine = engine_of(name.removesuffix(" tree"))
     share = its_share(name, cases)
     outcomes = [run(engine, [case], [PLANS[name]])[0] for case in share]
     assert truth.differences(share, outcomes) == []
