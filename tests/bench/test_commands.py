@@ -20,6 +20,7 @@ def test_decode_without_a_peer_starts_none(
     tmp_path: Path, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measure, "start_llama_cpp", None)
+    monkeypatch.setattr(measure, "measure_fresh_start", lambda *_: measure.FreshStart(1.0, 1))
     short = ("--tokens", "2", "--prompt-tokens", "3", "--prefill", "9", "--rounds", "1", "--threads", "1")
     facts = run_json(tmp_path, "decode", str(tiny_gguf), *short, "--peer", "none", "--quantization", "int8")
     assert (facts["threads"], facts["quantization"], facts["rounds"]) == (1, "int8", 1)

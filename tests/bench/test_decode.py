@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from paceline.bench.decode import measure
 from paceline.bench.decode.measure import (
     Contest,
     DecodeOptions,
@@ -110,7 +111,10 @@ def test_a_peer_that_does_not_start_is_explained(
     ("mode", "message"),
     [pytest.param("missing", "No module named", marks=REPEATS), ("late", r"died \(SIGSEGV\)")],
 )
-def test_a_failing_peer_does_not_stop_our_measurement(play: Play, mode: str, message: str) -> None:
+def test_a_failing_peer_does_not_stop_our_measurement(
+    play: Play, mode: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "measure_fresh_start", lambda *_: FreshStart(1.0, 1))
     contest = play(mode)
     assert contest.peer is None
     assert len(contest.paceline.decode.seconds) == len(contest.paceline.prefill.seconds) == 2

@@ -73,7 +73,7 @@ class Fails(ToyBackend):
 
 @pytest.mark.parametrize(("backend", "counted"), [(Drifts, "wrong"), (Fails, "lost")])
 def test_a_planted_fault_is_counted_and_shown(backend: type[ToyBackend], counted: str) -> None:
-    soak = soaked(backend(max_rows=64), cut=0.0, bad=0.0)
+    soak = soaked(backend(max_rows=64), seconds=0.5, cut=0.0, bad=0.0)
     facts = soak_facts(soak)
     assert not soak.good
     assert facts[counted] > 0

@@ -33,6 +33,7 @@ from paceline.serve.loading import with_adapters
 from paceline.serve.service import Service
 from tests.backends.driver import drive
 from tests.draft.model.test_draft_model_cpu import save_tokenizer
+from tests.large import repeated
 from tests.lossless.adapter_engines import PROMPT, TREE, answers, make_engine, requests_with_cached_pages
 from tests.lossless.adapter_files import ALPHA, RANK, save_adapter
 from tests.scale.fake import Fleet
@@ -210,15 +211,16 @@ def test_of_other_families_too_also_where_a_file_joins_matrices(family: str, tmp
 
 
 @pytest.mark.parametrize(
-    ("method", "temperature"), [("off", 0.8), ("ngram", 0), ("suffix", 0.8), (TREE, 0)], ids=str
+    ("temperature", "methods"), [(0.8, ("off", "suffix")), (0, ("ngram", TREE))], ids=["sampled", "greedy"]
 )
 def test_alone_together_and_drafted_the_bytes_are_the_same(
-    model: LoadedModel, folder: Path, method: Any, temperature: float
+    model: LoadedModel, folder: Path, temperature: float, methods: Sequence[Any]
 ) -> None:
     names = ["", "a", "b"]
     alone = [answers(make_engine(model, folder, "off"), [name], temperature)[0] for name in names]
     assert len(set(alone)) == 3
-    assert answers(make_engine(model, folder, method), names, temperature) == alone * 2
+    for method in methods:
+        assert answers(make_engine(model, folder, method), names, temperature) == alone * 2, method
 
 
 def test_pages_are_shared_within_an_adapter_only(model: LoadedModel, folder: Path) -> None:
@@ -262,6 +264,7 @@ def test_a_request_names_the_adapter_after_the_model(model: LoadedModel, folder:
     assert len(set(asyncio.run(main()))) == 3
 
 
+@pytest.mark.parametrize("model", [*repeated("torch"), "cpu"], indirect=True)
 def test_on_replicas_the_bytes_are_those_of_one_engine_also_when_one_dies(
     checkpoint: Checkpoint, adapters: list[Adapter], model: LoadedModel, folder: Path
 ) -> None:

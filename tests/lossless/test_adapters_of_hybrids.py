@@ -56,7 +56,6 @@ CASES = [
 IDS = [f"{family}-{'recurrent' if wanted is RECURRENT else 'all-linear'}" for family, wanted in CASES]
 ENGINES = ["lfm2", "qwen3-next", "falcon-h1"]
 NAMES = ["", "a", "b"]
-LONG = [*PROMPT, 8]  # a state is kept after its two pages, and a row is left to compute
 
 
 def expected_logits(folder: Path) -> np.ndarray:
@@ -123,18 +122,19 @@ def test_alone_together_and_drafted_the_bytes_are_the_same(subject: tuple[str, s
     """Also in chunks of a prompt, and with prefixes found again, whose states are those of the adapter."""
     model, folder = made_engine(*subject, tmp_path)
     head = {"method": "eagle3", "model": str(folder / "head"), "num_speculative_tokens": 6, "branching": 2}
-    for method, temperature in (("suffix", 0.8), (TREE, 0.0), (head, 0.8)):
+    for temperature, methods in ((0.8, ("suffix", head)), (0.0, (TREE,))):
         plain = [make_engine(model, folder, "off") for _ in NAMES]
         alone = [
-            outcomes_of(engine, [name], temperature, LONG)[0].bytes()
+            outcomes_of(engine, [name], temperature)[0].bytes()
             for engine, name in zip(plain, NAMES, strict=True)
         ]
         assert alone[0] != alone[1] != alone[2] != alone[0]
-        drafted = outcomes_of(make_engine(model, folder, method, rows=24), NAMES, temperature, LONG)
-        assert [outcome.bytes() for outcome in drafted] == alone * 2
-        assert sum(outcome.count("num_draft_tokens") for outcome in drafted) > 0
-        assert not any(child.failed_drafters for outcome in drafted for child in outcome.children)
-    found = requests_with_cached_pages(make_engine(model, folder, "off"), LONG)
+        for method in methods:
+            drafted = outcomes_of(make_engine(model, folder, method, rows=12), NAMES, temperature)
+            assert [outcome.bytes() for outcome in drafted] == alone * 2
+            assert sum(outcome.count("num_draft_tokens") for outcome in drafted) > 0
+            assert not any(child.failed_drafters for outcome in drafted for child in outcome.children)
+    found = requests_with_cached_pages(make_engine(model, folder, "off"))
     assert found == [False, False, True, False, False]
 
 
@@ -149,7 +149,7 @@ def test_states_that_advance_along_rows_of_another_adapter_would_be_noticed(
     model, folder = made_engine("torch", "qwen3-5", tmp_path)
 
     def requests() -> list[Request]:
-        outcomes = outcomes_of(make_engine(model, folder, "off"), NAMES, 0.0, LONG)
+        outcomes = outcomes_of(make_engine(model, folder, "off"), NAMES, 0.0)
         return [child for outcome in outcomes for child in outcome.children]
 
     right = [request.output_token_ids for request in requests()]

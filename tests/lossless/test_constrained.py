@@ -16,7 +16,6 @@ from paceline.core.request import Request
 from paceline.engine.engine import Engine
 from tests.large import repeated
 from tests.lossless.conftest import MODEL
-from tests.lossless.prompts import EXTRACT
 from tests.lossless.subject import PLANS, Configs, Outcome, make_engine
 
 pytestmark = pytest.mark.real
@@ -47,6 +46,7 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.8},
     {"temperature": 1.0, "top_p": 0.9, "presence_penalty": 0.5, "n": 2},
 ]
+ASK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Ada Moss is 36. Who is she?"}]
 WANTED = [(form, sampling) for form in FORMS for sampling in SAMPLINGS]
 
 
@@ -65,7 +65,7 @@ def fits(form: str, text: str) -> bool:
 
 def add(engine: Engine, model: LoadedModel, number: int, plan: Any) -> list[Request]:
     form, sampling = WANTED[number]
-    chat = model.tokenizer.apply_chat_template([{"role": "user", "content": EXTRACT}])
+    chat = model.tokenizer.apply_chat_template(ASK)
     params = SamplingParams(
         max_tokens=80, seed=number, logprobs=1, structured_outputs=FORMS[form], speculative=plan, **sampling
     )

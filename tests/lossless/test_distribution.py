@@ -107,7 +107,7 @@ def test_all_sampling_options_hold_along_every_path_and_texts_end(rule, options)
 
 def test_block_accepts_at_least_as_much_as_rejection():
     gains = []
-    for seed in range(40):
+    for seed in range(8):
         world = random_world(3, seed, sharpness=1 + seed % 4)
         shape = drawn_chain(2 + seed % 2)
         gains.append(mean_accepted(world, shape, block) - mean_accepted(world, shape, rejection))
@@ -117,7 +117,7 @@ def test_block_accepts_at_least_as_much_as_rejection():
 
 def test_traversal_accepts_at_least_as_much_as_rejection_on_drawn_trees():
     gains = []
-    for seed in range(12):
+    for seed in range(4):
         world = random_world(3, seed, sharpness=1 + seed % 4)
         for shape in DRAWN_TREES.values():
             gains.append(mean_accepted(world, shape, traversal) - mean_accepted(world, shape, rejection))

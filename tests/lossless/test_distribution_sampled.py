@@ -13,7 +13,7 @@ import pytest
 from paceline.verify.kernels import uniforms
 from paceline.verify.noise import lane
 from paceline.verify.rule_kernels import BLOCK, REJECTION, TRAVERSAL, decide
-from tests.large import LARGE
+from tests.large import LARGE, in_turn
 from tests.lossless.enumeration import drawn_chain
 from tests.lossless.simulation import Noise, adversarial_tables, deviation, simulate
 
@@ -22,15 +22,15 @@ TRIALS = 200_000 if LARGE else 100_000
 TABLES = adversarial_tables(1)
 CHAIN = drawn_chain(3)
 MIXED = ((-1, D), (-1, C), (0, D), (0, D), (1, D))
-CASES = [
-    pytest.param(partial(decide, REJECTION), CHAIN, id="rejection, chain"),
-    pytest.param(partial(decide, REJECTION), MIXED, id="rejection, tree"),
-    pytest.param(partial(decide, BLOCK), CHAIN, id="block"),
-    pytest.param(partial(decide, TRAVERSAL), MIXED, id="traversal, tree"),
-]
+RULES = {
+    "rejection, chain": (partial(decide, REJECTION), CHAIN),
+    "rejection, tree": (partial(decide, REJECTION), MIXED),
+    "block": (partial(decide, BLOCK), CHAIN),
+    "traversal, tree": (partial(decide, TRAVERSAL), MIXED),
+}
 
 
-@pytest.mark.parametrize(("decide", "shape"), CASES)
+@pytest.mark.parametrize(("decide", "shape"), RULES.values(), ids=RULES)
 def test_texts_of_three_tokens_are_distributed_as_the_targets(decide, shape):
     assert abs(deviation(TABLES, simulate(decide, TABLES, shape, TRIALS, 3))) < 4
 
@@ -55,17 +55,17 @@ class OneDrawForAllNodes(Noise):
         return super().draft(0, 0)
 
 
-@pytest.mark.parametrize(
-    ("noise", "trials"),
-    [
-        (OneCoinForAllNodes, 60_000),  # block verification hardly shows it
-        (LastTokenByACoin, 20_000),
-        (CoinOfTheDraw, 20_000),
-        (OneDrawForAllNodes, 20_000),
-    ],
-)
-@pytest.mark.parametrize(("decide", "shape"), CASES)
-def test_noise_used_twice_in_a_step_is_seen(decide, shape, noise, trials):
+TWICE = {
+    "last token by a coin": (LastTokenByACoin, 20_000),
+    "coin of the draw": (CoinOfTheDraw, 20_000),
+    "one coin": (OneCoinForAllNodes, 60_000),  # block verification hardly shows it
+    "one draw": (OneDrawForAllNodes, 20_000),
+}
+
+
+@pytest.mark.parametrize(("rule", "twice"), in_turn(RULES, TWICE))
+def test_noise_used_twice_in_a_step_is_seen(rule, twice):
+    (decide, shape), (noise, trials) = rule, twice
     assert deviation(TABLES, simulate(decide, TABLES, shape, trials, 2, noise)) > 10
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from paceline.build import LoadedModel
 from paceline.core.params import SamplingParams
+from tests.large import repeated
 from tests.lossless.conftest import MODEL, TOKENS
 from tests.lossless.subject import PLANS, Case, Configs, make_engine
 
@@ -56,7 +57,11 @@ def plain(model: LoadedModel, configs: Configs, cases: list[Case]) -> tuple[Turn
     return conversations(model, configs, cases, "off")
 
 
-@pytest.mark.parametrize("name", [name for name in PLANS if name != "off"])
+# a lookup, and what reads or writes keys and values or the target's features, as a chain or as a tree
+ONCE = ("suffix tree", "draft_model", "eagle3 tree", "medusa", "layerskip tree")
+
+
+@pytest.mark.parametrize("name", [*ONCE, *repeated(*(name for name in PLANS if name not in (*ONCE, "off")))])
 def test_every_drafter_finds_as_much_as_plain_decoding(
     model: LoadedModel, configs: Configs, cases: list[Case], plain: tuple[Turns, float], name: str
 ) -> None:

@@ -6,8 +6,9 @@ in a mixed batch, with every option of sampling, whatever the scheduler does mea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from itertools import cycle, islice
 from typing import Any
 
@@ -37,20 +38,16 @@ def turned(by: int, cases: list[Case]) -> list[Any]:
 
 
 def its_share(name: str, cases: list[Case]) -> list[Case]:
-    """The cases that a method runs alone; if it makes chains and trees, each of these gets every other case.
+    """The cases that a method runs alone: all, or a greedy and a sampled one in turn.
 
-    So every method runs with every way of sampling, every way runs with chains and with trees, and every
-    chain and every tree runs at every temperature.
+    So every chain and every tree runs at temperature 0 and above it, and every way of sampling runs alone.
     """
-    methods = list(dict.fromkeys(plan.removesuffix(" tree") for plan in PLANS))
-    method = name.removesuffix(" tree")
-    if method == "layerskip" and not LARGE:  # it drafts with most of the model; batches have its other half
-        return cases[::2]
-    if not {method, f"{method} tree"} <= PLANS.keys():
+    if LARGE:
         return cases
-    share = cases[(methods.index(method) + (name != method)) % 2 :: 2]
-    assert {SAMPLINGS[case.sampling]["temperature"] for case in share} == {0, 0.7, 1}
-    return share
+    turn = list(PLANS).index(name)
+    greedy = [case for case in cases if SAMPLINGS[case.sampling]["temperature"] == 0]
+    sampled = [case for case in cases if case not in greedy]
+    return [greedy[turn % len(greedy)], sampled[turn % len(sampled)]]
 
 
 def assert_something_happened(outcomes: list[Outcome]) -> None:
@@ -61,20 +58,25 @@ def assert_something_happened(outcomes: list[Outcome]) -> None:
     assert not any(child.failed_drafters for outcome in outcomes for child in outcome.children)
 
 
+@pytest.fixture(scope="module")
+def engine_of(model: LoadedModel, configs: Configs) -> Callable[[str], Engine]:
+    """An engine of each method, so that no other test has told its caches the answers."""
+    return cache(lambda method: make_engine(MODEL, model, [configs[method]]))
+
+
 @pytest.mark.parametrize("name", [name for name in PLANS if name != "off"])
 def test_each_method_alone(
-    model: LoadedModel, configs: Configs, truth: Truth, cases: list[Case], name: str
+    engine_of: Callable[[str], Engine], truth: Truth, cases: list[Case], name: str
 ) -> None:
-    # an engine of its own, so that no other test has told its caches the answers
-    engine = make_engine(MODEL, model, [configs[name.removesuffix(" tree")]])
+    engine = engine_of(name.removesuffix(" tree"))
     share = its_share(name, cases)
     outcomes = [run(engine, [case], [PLANS[name]])[0] for case in share]
     assert truth.differences(share, outcomes) == []
     assert_something_happened(outcomes)
 
 
-# 0 and 6 have every method; the tests below batch others of them
-@pytest.mark.parametrize("turn", [0, 6, *repeated(3)])
+# 6 has the methods that the test below does not batch
+@pytest.mark.parametrize("turn", [6, *repeated(0, 3)])
 def test_a_batch_of_eight_with_a_method_each(
     engine: Engine, truth: Truth, cases: list[Case], turn: int
 ) -> None:
@@ -104,8 +106,9 @@ def test_prompts_computed_in_small_chunks(
     model: LoadedModel, configs: Configs, truth: Truth, cases: list[Case]
 ) -> None:
     small = make_engine(MODEL, model, configs.values(), max_num_batched_tokens=28, max_num_seqs=8)
-    outcomes = run(small, cases, turned(4, cases))
-    assert truth.differences(cases, outcomes) == []
+    some = cases if LARGE else cases[1::2]  # with log-probabilities of a prompt, and several outputs of one
+    outcomes = run(small, some, turned(4, some))
+    assert truth.differences(some, outcomes) == []
     assert_something_happened(outcomes)
 
 

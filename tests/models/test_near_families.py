@@ -21,7 +21,7 @@ from tests.tiny_near_families import NEAR_FAMILIES
 CLOSE = 1e-4
 TREE = TREES["late branches"]
 PROMPT = np.random.default_rng(1).integers(0, VOCAB_SIZE, 40).tolist()
-GREEDY_TOKENS = 64 if LARGE else 30  # beyond two windows and the border of a page
+GREEDY_TOKENS = 64 if LARGE else 14  # beyond two windows and the border of a page
 
 
 @pytest.fixture(scope="module", params=NEAR_FAMILIES)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+import threading
+from collections.abc import Generator, Iterator, Mapping
+from typing import ClassVar
 
 import openai
 import pytest
 
 from benchmarks.server.process import ServerProcess
 from paceline import LLM
+from paceline.constrain import compiler
+from paceline.constrain.trial import GrammarTrial
 from tests.serve.api import Api
 
 MODEL = "smollm2-135m"
@@ -16,6 +20,33 @@ KEY = "sk-test-1"
 DRAFTS = '[{"method": "suffix"}, {"method": "ngram"}]'
 ROOM = 32  # running and waiting outputs; more get 429
 THREADS = 1  # tests run in parallel: a second thread would mostly wait for a core
+
+
+class SharedTrial(GrammarTrial):
+    """Asks the child process of all engines with the same limit of time, which they leave running."""
+
+    _by_seconds: ClassVar[dict[float, GrammarTrial]] = {}
+    _turn = threading.Lock()
+
+    def fault_of(self, source: str, limits: Mapping[str, int]) -> str | None:
+        with self._turn:
+            shared = self._by_seconds.setdefault(self._seconds, GrammarTrial(self._seconds))
+            return shared.fault_of(source, limits)
+
+    @classmethod
+    def close_all(cls) -> None:
+        for shared in cls._by_seconds.values():
+            shared.close()
+        cls._by_seconds.clear()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def grammars_are_tried_in_one_process() -> Iterator[None]:
+    """Each engine would start its own: tests/constrain/test_trial.py and whole servers do."""
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(compiler, "GrammarTrial", SharedTrial)
+        yield
+    SharedTrial.close_all()
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """Prompts of conversations with tools are those of transformers, for the chat formats people run.
 
-The templates in tests/serve/templates work as the families' published ones do, in few words. Each of 200 made
+The templates in tests/serve/templates work as the families' published ones do, in few words. Each of the made
 conversations goes through the server's own fields, and its token ids must be those of transformers.
 """
 
@@ -19,9 +19,10 @@ from paceline.serve.openai.chat_protocol import ChatRequest
 from paceline.serve.tools.chat_fields import chat_tools
 from paceline.serve.tools.formats import FORMATS
 from paceline.serve.tools.toolbox import Toolbox
+from tests.large import LARGE
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
-CONVERSATIONS = 200
+CONVERSATIONS = 200 if LARGE else 60
 ONE_CALL_AT_ONCE = {"llama3"}  # its template refuses more
 EITHER_THOUGHT_OR_CONTENT = {"gpt_oss"}  # beside a call
 FAILS_ON_NULL = {"gpt_oss", "mistral_args"}  # contents of null, which clients send beside calls

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -36,13 +37,21 @@ CLOCK = ("now", "{}")
 SINGLE = ToolChoice(single=True)
 REQUIRED = ToolChoice("required")
 
+TOKENIZER = byte_tokenizer()
+
 formats = pytest.mark.parametrize("name", FORMATS)
+
+
+@cache
+def compiler_of(tokenizer: Tokenizer) -> GrammarCompiler:
+    """It keeps the grammars that it has compiled."""
+    return GrammarCompiler(tokenizer, tokenizer.vocab_size)
 
 
 def accepts(plan: ToolPlan, tokenizer: Tokenizer, text: str, end: str = END) -> bool:
     """Whether the whole text, with the token that ends an answer, is an answer of the plan's grammar."""
     params = StructuredOutputsParams(**plan.sampling_options()["structured_outputs"])
-    constraint = GrammarCompiler(tokenizer, tokenizer.vocab_size).compile(params).start()
+    constraint = compiler_of(tokenizer).compile(params).start()
     try:
         for token in tokenizer.encode(text + end, add_special_tokens=False):
             if not constraint.allows(token):
@@ -54,8 +63,7 @@ def accepts(plan: ToolPlan, tokenizer: Tokenizer, text: str, end: str = END) -> 
 
 
 def allowed(name: str, choice: ToolChoice, text: str, schema: dict[str, Any] | None = None) -> bool:
-    tokenizer = byte_tokenizer()
-    return accepts(Toolbox(tokenizer, name).plan(TOOLS, choice, schema), tokenizer, text)
+    return accepts(Toolbox(TOKENIZER, name).plan(TOOLS, choice, schema), TOKENIZER, text)
 
 
 @formats

@@ -13,17 +13,18 @@ from paceline.train.loop.sequences import TargetStates, target_states
 from paceline.train.objectives import losses as losses_module
 from paceline.train.objectives.eagle3 import step_losses, unroll
 from paceline.train.objectives.losses import DraftIds
+from tests.large import in_turn
 from tests.train.heads import DRAFT_IDS, by_document, random_batch, random_head
 
 STEPS = 4
 P_EAGLE = {"num_layers": 3, "mask_token_id": 5, "fc_norm": True}
-FLAGS = [
-    {},
-    {"fc_norm": True, "norm_output": True},
-    {"norm_before_fc": True, "norm_before_residual": True},
-    {"num_layers": 2},
-    P_EAGLE,
-]
+FLAGS = {
+    "plain": {},
+    "norms of features and output": {"fc_norm": True, "norm_output": True},
+    "norms before": {"norm_before_fc": True, "norm_before_residual": True},
+    "two layers": {"num_layers": 2},
+    "p-eagle": P_EAGLE,
+}
 
 
 def drafted(head: Head, features: torch.Tensor, tokens: list[int], slot: int) -> list[torch.Tensor]:
@@ -56,8 +57,10 @@ def over_cache() -> Attend:
     return attend_to_all
 
 
+@pytest.mark.parametrize(
+    ("free_padding", "flags"), in_turn({"0": 0, "128": 128}, FLAGS), indirect=["free_padding"]
+)
 @pytest.mark.usefixtures("free_padding")
-@pytest.mark.parametrize("flags", FLAGS)
 def test_every_step_of_every_slot_equals_a_draft_run_on_its_own(
     target: Transformer, flags: dict[str, int]
 ) -> None:
