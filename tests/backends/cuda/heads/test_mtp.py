@@ -22,9 +22,11 @@ from paceline.models.checkpoint import Checkpoint
 from paceline.models.heads.mtp import mtp_head
 from paceline.models.registry import load_checkpoint
 from tests.backends.cuda.test_backend import make, needs_gpu
+from tests.draft import mimo
 from tests.draft.mimo import DEEPSEEK, QWEN, random_with_block
 from tests.engines import AnyDrafter, new_engine
 from tests.models.heads.driver import drive_heads, run_heads
+from tests.tiny import kept
 from tests.tiny_families import VOCAB_SIZE
 from tests.toy import ToyTokenizer, drain
 
@@ -48,16 +50,19 @@ def slots(runner: HeadRunner, width: int) -> np.ndarray:
     return np.concatenate([np.concatenate((own.logits, own.states), axis=1) for own in found])
 
 
+def with_block(family: str) -> Path:
+    """A folder with a model that has a block."""
+    made_by = Path(mimo.__file__).read_text()
+    return kept(f"{family}-mtp", lambda folder: random_with_block(family, FAMILIES[family], folder), made_by)
+
+
 @pytest.mark.parametrize("family", TRIED)
-def test_slots_of_a_block_are_those_of_torch(
-    family: str, device: torch.device, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_slots_of_a_block_are_those_of_torch(family: str, device: torch.device, dtype: torch.dtype) -> None:
     from paceline.backends.cuda.heads.head_runner import CudaHeadRunner
     from paceline.backends.cuda.heads.head_weights import load_head_weights
     from paceline.backends.cuda.weights.loading import load_checkpoint_weights
 
-    random_with_block(family, FAMILIES[family], tmp_path)
-    checkpoint = load_checkpoint(tmp_path)
+    checkpoint = load_checkpoint(with_block(family))
     head, kind = mtp_head(checkpoint.config, checkpoint.mtp), str(dtype).removeprefix("torch.")
     weights = load_checkpoint_weights(checkpoint, device, kind, "none")
     runner = CudaHeadRunner(load_head_weights(head, weights), max_rows=16)
@@ -74,10 +79,9 @@ def test_slots_of_a_block_are_those_of_torch(
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_drafts_of_a_block_on_the_device_change_no_token(
-    family: str, temperature: float, device: torch.device, dtype: torch.dtype, tmp_path: Path
+    family: str, temperature: float, device: torch.device, dtype: torch.dtype
 ) -> None:
-    random_with_block(family, FAMILIES[family], tmp_path)
-    checkpoint = load_checkpoint(tmp_path)
+    checkpoint = load_checkpoint(with_block(family))
 
     def outputs(drafts: bool) -> list[list[int]]:
         """What five requests give together, with drafts or without."""
