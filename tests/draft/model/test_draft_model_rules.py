@@ -73,7 +73,7 @@ def distance(found: list[tuple[int, ...]]) -> float:
 @pytest.mark.parametrize(
     ("rule", "plan"),
     [
-        ("rejection", chain(3)),
+        pytest.param("rejection", chain(3), marks=REPEATS),
         ("rejection", tree(6, 2)),
         ("block", chain(3)),
         pytest.param("traversal", chain(3), marks=REPEATS),
