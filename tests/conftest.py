@@ -26,7 +26,7 @@ from paceline.backends.load import load_backend
 from paceline.backends.options import BackendOptions
 from paceline.cli import main
 from paceline.config import EngineConfig
-from paceline.draft.lookup.occurrences import Occurrences
+from paceline.draft.lookup import occurrences
 from paceline.engine import engine as engine_room
 from paceline.learn.activity import Activity, new_activity
 from paceline.models import registry
@@ -137,14 +137,6 @@ def modules_that_tests_import_are_frozen_too() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def past_responses_take_memory_when_they_come() -> Iterator[None]:
-    """Engines in this process do not touch all of the 168 MB of a suffix drafter's store, for 0.2 seconds."""
-    with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(Occurrences, "take_memory", lambda self: self.append([]))
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
 def real_weights_are_packed_once() -> Iterator[None]:
     """Engines in this process share the backends of the real model, as target and as draft model.
 
@@ -198,7 +190,7 @@ def the_real_file_is_read_once() -> Iterator[None]:
 def stores_of_answers_take_memory_as_they_grow() -> Iterator[None]:
     """Each drafter with one would touch a quarter of a gigabyte, so that no step waits for page faults."""
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(Occurrences, "take_memory", lambda self: self.append([]))
+        patches.setattr(occurrences, "touch_pages", lambda table: None)
         yield
 
 

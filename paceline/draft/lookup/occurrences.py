@@ -18,6 +18,12 @@ PAGE = 4096  # bytes, the smallest page of memory
 LAST_POSITION = 2**31 - 1  # positions are int32
 
 
+def touch_pages(table: Int32Array) -> None:
+    """Write to every memory page of an array; its numbers stay."""
+    numbers = table.reshape(-1)[:: PAGE // table.itemsize]
+    numbers += 0
+
+
 class Occurrences:
     """The newest `capacity` tokens of a stream and the index of their n-grams, see `ngram_index.py`."""
 
@@ -41,7 +47,7 @@ class Occurrences:
 
     def take_memory(self) -> None:
         """Touch all memory pages now: hashes spread over them, and steps would wait for the page faults."""
-        self.table.reshape(-1)[:: PAGE // self.table.itemsize] = 0
+        touch_pages(self.table)
         self.append([])  # loads the compiled code
 
     def append(self, tokens: Sequence[int] | Int32Array, namespace: int = SHARED_NAMESPACE) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from paceline.draft.lookup import occurrences
 from paceline.draft.lookup.ngram_index import GAP, MAX_VISITS, NO_NAMESPACE, SHARED_NAMESPACE, copy_longest
-from paceline.draft.lookup.occurrences import Occurrences
+from paceline.draft.lookup.occurrences import Occurrences, touch_pages
 from paceline.draft.lookup.suffix_trees import draft_tree
 from tests.draft import reference
 
@@ -143,3 +143,10 @@ def test_texts_keep_their_namespaces_when_positions_restart(monkeypatch):
         index.append([number % 9, number % 7, GAP], namespace=number % 4)
         expected = [*expected, *((token, number % 4) for token in (number % 9, number % 7, GAP))][-50:]
         assert [*zip(index.tokens().tolist(), index.namespaces().tolist(), strict=True)] == expected
+
+
+def test_memory_is_taken_without_a_change() -> None:
+    """A store may have been read from a file by then."""
+    table = np.ones((3, 5000), np.int32)
+    touch_pages(table)
+    assert (table == 1).all()
