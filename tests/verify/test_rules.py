@@ -81,6 +81,27 @@ def make_case(seed, options, num_nodes, chain=False, drawn=0.6, nan_node=None, *
     return replace(case, **fields)
 
 
+@pytest.mark.parametrize(("min_tokens", "last"), [(4, ENDING), (5, 6)])
+def test_min_tokens_counts_the_tokens_of_the_draft(min_tokens: int, last: int) -> None:
+    """Three tokens are there: the drafted one is the fourth, so the one after it may end the output."""
+    logits = np.zeros((2, VOCAB), np.float32)
+    logits[0, 5], logits[1, ENDING], logits[1, 6] = 3.0, 3.0, 2.0
+    params = SamplingParams(temperature=0.0, min_tokens=min_tokens)
+    case = Case(
+        logits,
+        [5],
+        [-1],
+        draws=None,
+        sampling=SamplingState(params, 0, [1, 2], [ENDING]),
+        position=5,
+        num_output=3,
+        is_last=lambda token, num_output: token == ENDING,
+        num_logprobs=None,
+    )
+    (verdict,) = verify_pathwise([case], Sampler(VOCAB))
+    assert verdict.tokens == (5, last)
+
+
 def judged(case: Case, rule: reference_rules.ReferenceRule) -> Verdict:
     """What a readable rule makes of a case, with the uniforms of the case's step."""
     sampler = Sampler(VOCAB)
