@@ -40,7 +40,7 @@ class SharedTrial(GrammarTrial):
         cls._by_seconds.clear()
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def grammars_are_tried_in_one_process() -> Iterator[None]:
     """Each engine would start its own: tests/constrain/test_trial.py and whole servers do."""
     with pytest.MonkeyPatch.context() as patches:
