@@ -24,10 +24,10 @@ from paceline.models.gguf.architectures import (
     BLOCK_NAMES,
     CONFIG_KEYS,
     CONVOLUTIONS,
-    DRAFT_HEADS,
     WITHOUT_SUFFIX,
     Architecture,
 )
+from paceline.models.gguf.draft_heads import DRAFT_HEADS
 from paceline.models.gguf.fields import mtp_layers
 from paceline.models.gguf.reader import GgufFile, GgufTensor
 from paceline.models.transformer.rope import yarn_attention_factor

@@ -32,7 +32,6 @@ from paceline.models.files.file_layouts import converted
 from paceline.models.files.layout import select_tensors
 from paceline.models.files.mapped import damaged, read_json
 from paceline.models.files.safetensors_files import INTEGER_KINDS, SafeTensor, read_folder
-from paceline.models.gguf.architectures import DRAFT_HEADS
 from paceline.models.gguf.checkpoint import (
     architecture_of,
     draft_method,
@@ -40,6 +39,7 @@ from paceline.models.gguf.checkpoint import (
     metadata_fields,
     renamed,
 )
+from paceline.models.gguf.draft_heads import DRAFT_HEADS
 from paceline.models.gguf.reader import GgufFile, read_gguf
 
 PRE, POST = "pre_projection.weight", "post_projection.weight"

@@ -20,7 +20,7 @@ from paceline.models.config import ModelConfig
 from paceline.models.families.fields import Fields
 from paceline.models.files.mapped import damaged
 from paceline.models.files.safetensors_writer import encode
-from paceline.models.gguf.architectures import DRAFT_HEADS, Architecture
+from paceline.models.gguf.architectures import Architecture
 from paceline.models.gguf.blocks import INTEGERS
 from paceline.models.gguf.checkpoint import (
     architecture_of,
@@ -29,6 +29,7 @@ from paceline.models.gguf.checkpoint import (
     metadata_fields,
     renamed,
 )
+from paceline.models.gguf.draft_heads import DRAFT_HEADS
 from paceline.models.gguf.reader import GgufFile, GgufTensor, read_gguf
 from paceline.models.heads.block_formats import KINDS, block_tensor_name
 from paceline.models.heads.config import BlockAttention, BlockConfig, HeadConfig
