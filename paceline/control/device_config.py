@@ -65,7 +65,7 @@ class DevicePlannerConfig:
     lookup_lengths: tuple[int, ...] = (3, 7)  # tokens of chains that are looked up in texts
     # tokens of a lookup, and of the head's chain where the lookup finds nothing. Up to 8 rows a
     # megakernel computes all layers, so 7 looked-up tokens cost little more than 5 with one request
-    cascade_lengths: tuple[tuple[int, int], ...] = ((2, 2), (3, 3), (5, 5), (7, 7), (15, 3))
+    cascade_lengths: tuple[tuple[int, int], ...] = ((2, 2), (3, 3), (5, 5), (7, 7), (15, 5))
     # nodes, branching and depth of a head's trees: with few requests their rows cost little
     trees: tuple[tuple[int, int, int], ...] = ((7, 3, 4), (15, 4, 3), (15, 4, 5))
     # lookups on the device; in a cascade with a head they need longer matches (engine/device_drafting.py)

@@ -12,10 +12,10 @@ from paceline.draft.base import Drafter, drafts_on_device
 from paceline.draft.device import DeviceDrafter
 from paceline.engine.drafter_faults import DrafterFaults
 
-# Tokens of a match from which on a device pass prefers the looked-up tokens to a head's chain. After matches
-# of 3 or 4, 1.2 to 1.5 of 5 looked-up tokens were accepted in SmolLM2's math and tool calls, and 1.7 or more
-# of the head's (docs/lab/2026-11-18-auto-on-gpu.md).
-MIN_MATCH_BESIDE_HEAD = 5
+# Tokens of a match from which on a device pass prefers the looked-up tokens to a head's chain. After shorter
+# matches the head is right more often (docs/lab/2026-11-19-auto-on-gpu.md, "What a lookup is worth beside a
+# head").
+MIN_MATCH_BESIDE_HEAD = 8
 
 
 class DeviceDrafting:

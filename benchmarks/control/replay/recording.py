@@ -65,7 +65,7 @@ class FollowedTree(ChosenTree):
             self.ranks += str(guesses.index(right))
             self._scores.append(0.0)
             added = self._add(node, right)
-            if len(self.tokens) < min(DEPTH, len(self.wanted)):
+            if len(self.tokens) < min(DEPTH, len(self.wanted), self.context.room):
                 self.frontier = [added]
 
 
@@ -82,7 +82,7 @@ class FollowingHead(Eagle3Drafter):
         plan = DraftPlan(HEAD, DEPTH, BRANCHING, DEPTH)
         trees = []
         for request, context in zip(
-            requests, self._pages.open(requests, [DEPTH] * len(requests)), strict=True
+            requests, self._pages.open(requests, [own.budget for own in plans]), strict=True
         ):
             wanted = self._answers[request.seed][request.num_output :][:DEPTH]
             if context is not None and wanted:
@@ -127,7 +127,8 @@ def recorded_lines(
     model = load_model(config(OFF))
     plain = build_engine(config(OFF), model).engine
     with _following_head():
-        following = build_engine(config(HEAD), model)
+        # the engine reserves pages for so many drafted tokens
+        following = build_engine(config({"method": HEAD, "num_speculative_tokens": DEPTH}), model)
     head = following.drafters[HEAD]
     assert isinstance(head, FollowingHead)
     for workload in workloads:

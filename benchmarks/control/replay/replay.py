@@ -43,13 +43,24 @@ CONCURRENCIES = (1, 4, 16, 64)
 GROUPS = {1: 4, 4: 4, 16: 2, 64: 1}  # of prompts in a cell, by concurrency
 ROUNDS = 3
 LONGEST = {"ngram": 15, HEAD: 7}  # tokens
-# Passes of SmolLM2-135M on an H200 (docs/lab/2026-11-18-auto-on-gpu.md): milliseconds of a plain pass, and of
-# one more row, by requests
-PLAIN_MS = {1: 0.65, 2: 0.66, 4: 0.688, 8: 0.64, 16: 0.62, 32: 0.75, 64: 0.92}
-ROW_MS = {1: 0.003, 2: 0.003, 4: 0.003, 8: 0.003, 16: 0.003, 32: 0.0027, 64: 0.0024}
+# Milliseconds of a pass of SmolLM2-135M with its head on an H200, by requests
+# (docs/lab/2026-11-19-auto-on-gpu.md, "What a lookup is worth beside a head")
+CHAIN_MS = {  # by drafted tokens, and levels of these that the head drafts
+    (0, 0): {1: 0.648, 2: 0.66, 4: 0.665, 8: 0.705, 16: 0.634, 32: 0.71, 64: 0.947},
+    (2, 2): {1: 0.737, 2: 0.757, 4: 0.75, 8: 0.8, 16: 0.838, 32: 1.022, 64: 1.405},
+    (3, 3): {1: 0.78, 2: 0.795, 4: 0.82, 8: 0.84, 16: 0.935, 32: 1.09, 64: 1.566},
+    (5, 5): {1: 0.863, 2: 0.862, 4: 0.91, 8: 0.95, 16: 1.11, 32: 1.328, 64: 2.137},
+    (7, 7): {1: 0.946, 2: 0.959, 4: 0.959, 8: 1.106, 16: 1.232, 32: 1.534, 64: 2.137},
+    (15, 3): {1: 0.813, 2: 0.837, 4: 0.972, 8: 1.094, 16: 1.377, 32: 1.93, 64: 3.0},  # 64: extrapolated
+}
+TREE_MS = {  # by nodes
+    7: {1: 0.831, 2: 0.828, 4: 0.89, 8: 1.128, 16: 1.26},
+    15: {1: 0.877, 2: 0.92, 4: 1.163, 8: 1.28},  # of 5 levels
+}
 LEVEL_MS = 0.037  # of each level that the head drafts
-LOOKUP_MS, LOOKUP_REQUEST_MS = 0.008, 0.0007  # of a lookup, and of each request in it
-WIDE_TREE_MS = 0.0325  # of each request, for a tree of more than 8 nodes
+LOOKUP_MS = 0.003  # of a lookup
+
+
 # what the device waits for the host, in seconds
 SWITCH, CHOICE, END_OF_REQUESTS = 0.4e-3, 0.15e-3, 0.3e-3
 
@@ -57,15 +68,14 @@ SWITCH, CHOICE, END_OF_REQUESTS = 0.4e-3, 0.15e-3, 0.3e-3
 def h200_pass(requests: int, draft: DeviceDraft | None) -> float:
     """Seconds of a pass of SmolLM2-135M with its head."""
     if draft is None:
-        return PLAIN_MS[requests] / 1e3
-    nodes = draft.nodes or draft.length
+        return CHAIN_MS[0, 0][requests] / 1e3
     levels = 0 if draft.from_texts else draft.network_length or draft.length
-    ms = PLAIN_MS[requests] + LEVEL_MS * levels + ROW_MS[requests] * requests * nodes
-    if draft.look_up is not None:
-        ms += LOOKUP_MS + LOOKUP_REQUEST_MS * requests
-    if draft.nodes > 8:
-        ms += WIDE_TREE_MS * requests
-    return ms / 1e3
+    if draft.nodes:
+        ms = TREE_MS[draft.nodes][requests] - LEVEL_MS * (5 - levels if draft.nodes == 15 else 0)
+    else:  # as many rows, and more levels or fewer
+        tokens, known = next(key for key in CHAIN_MS if key[0] >= draft.length)
+        ms = CHAIN_MS[tokens, known][requests] + LEVEL_MS * (levels - known)
+    return (ms + (LOOKUP_MS if draft.look_up is not None else 0.0)) / 1e3
 
 
 @dataclass(frozen=True, eq=False)
