@@ -29,6 +29,8 @@ from tests.constrain.engines import TOKENIZER, VOCAB, make_engine, requests, res
 from tests.engine.mixed_requests import Hosted
 from tests.toy import ToyBackend, drain, play
 
+pytest.importorskip("llguidance", reason="needs `pip install 'paceline[serve]'`; make test installs it")
+
 SUFFIX = DraftPlan("suffix", 5)
 CONTROLLERS = {
     "plain": PLAIN,
