@@ -210,7 +210,7 @@ def _cache_size(
     bytes_of_drafters = {name: drafter.bytes_per_page for name, drafter in drafters.items()}
     heads = [levels[name] for name, own_bytes in bytes_of_drafters.items() if own_bytes]
     deepest = max(heads or levels.values(), default=0)  # beside a head, longer lookups are for few requests
-    rows = max_num_seqs * 3 * (2 + deepest)  # chains of each length have buffers
+    rows = max_num_seqs * (2 + deepest)  # of a pass with the deepest drafts
     return size_cache(
         page_size=backend.page_size,
         page_bytes=PageBytes.of(

@@ -125,7 +125,6 @@ class ToyDecoder:
             self._edits[slot], self._since[slot] = requests.edits[number], []
             self._asks_logprobs[slot] = bool(requests.logprobs[number])
             self._masked[slot] = bool(requests.masked[number])
-            assert not (self._masked[slot] and self._asks_logprobs[slot]), "not declared as supported"
             for back in (1, 0):
                 self._write(
                     slot, int(requests.lengths[number]) - back, int(requests.tokens[number, 1 - back])
@@ -322,9 +321,9 @@ class ToyDecoder:
         for logits, slot in zip(lines, slots, strict=True):
             edits, raw = self._edits[slot], logits
             if (slot, level) in self._masks:
-                logits = raw = np.where(self._masks[slot, level], raw, np.float32(-np.inf))
+                logits = np.where(self._masks[slot, level], logits, np.float32(-np.inf))
             if edits is not None:
-                logits = edited(raw, edits, self._since[slot], int(self._lengths[slot]))
+                logits = edited(logits, edits, self._since[slot], int(self._lengths[slot]))
             chosen.append(reference_token(logits, *(of_slots[slot].tolist() for of_slots in options)))
             self._since[slot].append(chosen[-1])
             if self._asks_logprobs[slot] and chosen[-1] >= 0:

@@ -26,7 +26,7 @@ Run = tuple[float, list[tuple[list[int], list[Any]]]]  # seconds; tokens and log
 
 TEMPERATURE = 0.8
 BIAS = {5: 2.0, 7: -2.0}
-ON_HOST = {"logprobs": 5, "logit_bias": BIAS}  # no device decoder does both for one request
+EDITED = {"logprobs": 5, "logit_bias": BIAS}  # of the logits before the bias
 MASKED = {"structured_outputs": {"regex": "[A-Za-z ,.]+"}}  # a mask for every token, and nothing is forced
 PENALTIES = {"repetition_penalty": 1.1, "frequency_penalty": 0.2}
 
@@ -46,9 +46,10 @@ OPTIONS = (
     Options("repetition_penalty, frequency_penalty", PENALTIES),
     Options("logit_bias", {"logit_bias": BIAS}),
     Options("structured_outputs", MASKED),
+    Options("structured_outputs, logprobs=5", MASKED | {"logprobs": 5}),
     Options("1 request in 16: structured_outputs", MASKED, every=16),
-    Options("1 request in 16: logprobs with logit_bias", ON_HOST, every=16),
-    Options("1 request in 4: logprobs with logit_bias", ON_HOST, every=4),
+    Options("1 request in 16: logit_bias, logprobs=5", EDITED, every=16),
+    Options("1 request in 4: logit_bias, logprobs=5", EDITED, every=4),
 )
 
 

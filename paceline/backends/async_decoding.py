@@ -133,7 +133,8 @@ class AsyncDecoder(Protocol):
 
     @property
     def supported_sampling(self) -> SamplingNeeds:
-        """What passes can do when they sample. A request with log-probabilities has no edits and no masks."""
+        """What passes can do when they sample, also for one request. Log-probabilities are those of the raw
+        logits, before masks and edits."""
         ...
 
     @property

@@ -74,7 +74,8 @@ class Backend(Protocol):
     def device_memory(self, rows: int, longest: int) -> DeviceMemory | None:
         """The device memory in which pools are allocated; None: host memory.
 
-        It counts buffers for contexts of up to `longest` tokens and device passes of up to `rows` rows.
+        It counts buffers for contexts of up to `longest` tokens, and for passes of the asynchronous decoder
+        of up to `rows` rows.
         """
         return None
 

@@ -35,11 +35,11 @@ def test_one_engine_samples_on_the_device_and_the_other_on_the_host() -> None:
     backend, engines = toy_pair()
     lines = measure_sampling({"off": engines}, PROMPTS, tokens=3, rounds=1)
     assert [line.options for line in lines] == [options.name for options in options_for(4)]
-    assert len(lines) == 6
+    assert len(lines) == 7
     assert all(line.device > 0 and line.host > 0 and line.differing == 0 for line in lines)
     # Each line runs twice, with two decode passes. The second engine has device passes in two lines: of
     # requests without options, and of those beside one that needs the host.
-    assert backend.num_launched == 6 * 2 * 2 + 2 * 2 * 2
+    assert backend.num_launched == 7 * 2 * 2 + 2 * 2 * 2
     (finding,) = sampling_result("toy", 4, 3, 1, lines).findings
     assert finding.good
 
@@ -58,6 +58,7 @@ def test_outputs_that_differ_are_counted(monkeypatch: pytest.MonkeyPatch) -> Non
     assert {line.options for line in lines if line.differing} == {
         "repetition_penalty, frequency_penalty",
         "logit_bias",
+        "1 request in 4: logit_bias, logprobs=5",
     }
     (finding,) = sampling_result("toy", 4, 4, 1, lines).findings
     assert not finding.good

@@ -54,6 +54,8 @@ BANS = {"allowed_token_ids": range(10, 17), "bad_words": ["HI", "IJ", "JJ", "KL"
 REQUESTS = [
     *((prompt(number, 1 + 7 * (number % 4)), params(number, **OPTIONS[number % 9])) for number in range(18)),
     *((prompt(number, 5), params(number, **BANS)) for number in (18, 19)),
+    (prompt(20, 5), params(20, **BANS, logprobs=2)),
+    (prompt(21, 5), params(21, **BANS, logprobs=2, presence_penalty=0.5, top_k=3)),
 ]
 ALONE = {}
 

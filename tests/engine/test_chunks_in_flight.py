@@ -67,8 +67,8 @@ def test_a_pass_has_the_end_of_one_prompt_and_the_start_of_the_next() -> None:
 @pytest.mark.parametrize("is_waiting", [False, True])
 def test_a_request_that_decodes_on_the_host_gets_a_token_with_every_chunk(is_waiting: bool) -> None:
     """Without its row in each chunk's pass, it would get a token with every second chunk only."""
-    engine, backend = chunked_engine()
-    on_host = add(engine, prompt(2, 5), 2, max_tokens=30, logprobs=1, logit_bias={3: 1.5})
+    engine, backend = chunked_engine(ToyBackend(on_device=True, supports_masks=False))
+    on_host = add(engine, prompt(2, 5), 2, max_tokens=30, bad_words=["HI"])
     while on_host.num_output < 3:
         engine.step()
     long = add(engine, LONG, 1)

@@ -183,11 +183,12 @@ def test_tokens_of_host_passes_after_the_prefill_are_in_the_text_too():
 
     def outcome(**options):
         drafter = NgramDrafter(NgramDrafter.Options())
-        engine = toy_engine(Repeating(**options), drafter=drafter, budget=LENGTH, branching=1)
+        backend = Repeating(supports_masks=False, **options)
+        engine = toy_engine(backend, drafter=drafter, budget=LENGTH, branching=1)
         own = {"max_tokens": 60, "ignore_eos": True, "temperature": 0.0}
         request = engine.add_request(prompt(0, 5), params(0, **own))[0]
         for number in (1, 2):
-            needs_host = {"max_tokens": 12, "logprobs": 1, "presence_penalty": 0.5, "ignore_eos": True}
+            needs_host = {"max_tokens": 12, "bad_words": ["HI"], "ignore_eos": True}
             engine.add_request(prompt(number, 5), params(number, **needs_host))
         drain(engine)
         counts = request.speculative

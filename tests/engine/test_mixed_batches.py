@@ -19,7 +19,11 @@ from tests.engine.test_exactness import prompt
 from tests.toy import ToyBackend, drain, toy_engine
 from tests.toy_drafter import ScriptedDrafter
 
-NEEDS_HOST = {"logprobs": 2, "logit_bias": {3: 1.5}}  # the device can do each of them alone
+NEEDS_HOST = {"logprobs": 2, "bad_words": ["HI"]}  # of a device that supports no token masks
+
+
+def make_backend() -> ToyBackend:
+    return ToyBackend(on_device=True, supports_masks=False)
 
 
 def add_device_requests(engine: Engine, count: int, max_tokens: int = 30) -> list[Request]:
@@ -31,15 +35,14 @@ def add_device_requests(engine: Engine, count: int, max_tokens: int = 30) -> lis
     "options",
     [
         NEEDS_HOST,
-        {"logprobs": 1, "bad_words": ["HI"]},
-        {"logprobs": 1, "allowed_token_ids": range(9, 40)},
-        {"logprobs": 1, "structured_outputs": {"regex": "[A-F]{4}[0-9]{5}"}},
+        {"allowed_token_ids": range(9, 40)},
+        {"logprobs": 1, "logit_bias": {3: 1.5}, "structured_outputs": {"regex": "[A-F]{4}[0-9]{5}"}},
     ],
     ids=lambda options: "+".join(options),
 )
 def test_requests_that_need_the_host_leave_the_others_on_the_device(options) -> None:
-    """Token masks, or edits of logits, with log-probabilities: decoded in host passes."""
-    backend = ToyBackend(on_device=True)
+    """Token masks, where the device supports none: decoded in host passes."""
+    backend = make_backend()
     engine = toy_engine(backend)
     others = add_device_requests(engine, 3)
     needy = params(3, max_tokens=9, ignore_eos=True, **options)
@@ -54,7 +57,7 @@ def test_requests_that_need_the_host_leave_the_others_on_the_device(options) -> 
 
 
 def test_tokens_that_a_grammar_forces_are_drafted_beside_device_passes() -> None:
-    backend = ToyBackend(on_device=True)
+    backend = make_backend()
     engine = toy_engine(backend)
     others = add_device_requests(engine, 3)
     grammar = 'root ::= "NAME=" [A-F] [A-F] ",AGE=" [0-9] [0-9] ",END"'
@@ -70,7 +73,7 @@ def test_tokens_that_a_grammar_forces_are_drafted_beside_device_passes() -> None
 
 
 def test_host_passes_serve_all_if_most_requests_need_the_host() -> None:
-    backend = ToyBackend(on_device=True)
+    backend = make_backend()
     engine = toy_engine(backend)
     for number in range(3):
         engine.add_request(prompt(number, 5), params(number, max_tokens=9, **NEEDS_HOST))
@@ -81,7 +84,7 @@ def test_host_passes_serve_all_if_most_requests_need_the_host() -> None:
 
 
 def test_penalties_count_the_tokens_of_device_passes_when_the_host_takes_over() -> None:
-    backend = ToyBackend(on_device=True)
+    backend = make_backend()
     engine = toy_engine(backend)
     penalized = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, frequency_penalty=2.0)
     (request,) = engine.add_request(prompt(0, 5), penalized)
@@ -146,7 +149,7 @@ class ByNeeds(Controller):
 )
 def test_only_drafters_that_read_texts_draft_on_the_host_beside_device_passes(plan, asked) -> None:
     """The proposal of another runs on the device after the passes in flight, and the host would wait."""
-    backend, drafters = ToyBackend(on_device=True), [Recording(), FromTexts(), InTargetPages()]
+    backend, drafters = make_backend(), [Recording(), FromTexts(), InTargetPages()]
     engine = toy_engine(backend, drafters=drafters, controller=ByNeeds(plan))
     others = add_device_requests(engine, 3)
     needy = params(3, max_tokens=9, ignore_eos=True, **NEEDS_HOST)
@@ -164,7 +167,8 @@ def test_a_request_in_a_pass_in_flight_is_not_preempted_by_one_of_the_host(num_p
     """The oldest needs the host, and more pages; the youngest is on the device, which writes to its pages."""
 
     def outputs(on_device):
-        engine = toy_engine(ToyBackend(on_device=on_device), num_pages=num_pages)
+        backend = ToyBackend(on_device=on_device, supports_masks=False)
+        engine = toy_engine(backend, num_pages=num_pages)
         added = [
             engine.add_request(prompt(number, 9), params(number, max_tokens=40, ignore_eos=True, **own))[0]
             for number, own in enumerate((NEEDS_HOST, {}, {}))
@@ -174,3 +178,34 @@ def test_a_request_in_a_pass_in_flight_is_not_preempted_by_one_of_the_host(num_p
         return [request.output_token_ids for request in added]
 
     assert outputs(on_device=True) == outputs(on_device=False)
+
+
+@pytest.mark.parametrize("share", [1, 3], ids=["beside others", "all"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bad_words": ["HI"]},
+        {"allowed_token_ids": range(9, 40), "top_k": 6},
+        {"structured_outputs": {"regex": "[A-F ]{4}[0-9]{5}"}, "top_p": 0.8},
+        {"logit_bias": {3: 1.5}, "min_p": 0.05},
+        {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4},
+        {"min_tokens": 7, "stop_token_ids": list(range(5, 60)), "ignore_eos": False},
+        {"bad_words": ["HI"], "logit_bias": {3: 1.5}, "frequency_penalty": 0.4},
+    ],
+    ids=lambda options: "+".join(options),
+)
+def test_log_probabilities_of_masked_or_edited_logits_need_no_host_pass(options, share: int) -> None:
+    """They are those of the raw logits, as the host gives them."""
+    engine = toy_engine(ToyBackend(on_device=True))
+    added = []
+    for number in range(3):
+        own = {"logprobs": 3, **options} if number < share else {}
+        ids, needy = prompt(number, 5), params(number, **{"max_tokens": 9, "ignore_eos": True, **own})
+        added += engine.add_request(ids, needy)
+    while engine.has_unfinished:
+        is_decoding = all(request.num_output for request in added)
+        engine.step()
+        assert engine.stats.overlapped or not is_decoding
+    for request in added:
+        assert outcome(request) == alone(request.prompt_token_ids, request.params)
+    assert sum(len(request.logprobs) for request in added) >= 7

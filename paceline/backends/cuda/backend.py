@@ -59,6 +59,7 @@ from paceline.models.needs import state_bytes
 from paceline.models.registry import load_checkpoint
 
 PAGE_SIZE = 16
+COUNTED_LOOPS = 3  # decode loops, one for each length of drafts, that the plan of memory counts
 
 
 class CudaBackend(Backend):
@@ -218,8 +219,9 @@ class CudaBackend(Backend):
         room = self._passes.room
         here = workspace_bytes(self.weights, replace(room, longest=longest))
         now = workspace_bytes(self.weights, room)
-        ahead = workspace_bytes(self.weights, Room.of(rows, longest))
-        return DeviceMemory(total, free, max(0, here - now) + ahead)
+        loops = workspace_bytes(self.weights, Room.of(COUNTED_LOOPS * rows, longest))
+        raw_logits = 4 * rows * self.config.vocab_size  # which loops share
+        return DeviceMemory(total, free, max(0, here - now) + loops + raw_logits)
 
     def compile_ahead(self, warm_up: Callable[[], object]) -> None:
         """Compile the kernels that this warm-up launches, on all cores.

@@ -95,8 +95,7 @@ class DeviceExecutor:
 
     def can_sample(self, request: Request) -> bool:
         """Whether the device can sample a request's next tokens."""
-        needs = request.sampling_needs
-        return not needs & self._unsupported and not (needs & LOGPROBS and needs & CHANGES)
+        return not request.sampling_needs & self._unsupported
 
     def can_follow(self, plan: DraftPlan) -> bool:
         """Whether a pass by this plan can be launched after those in flight."""

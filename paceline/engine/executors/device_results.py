@@ -15,7 +15,7 @@ from paceline.engine.step_stats import Shape
 
 # plain ints: every pass compares them for all requests, and operators of an IntFlag take a microsecond
 LOGPROBS, TOKEN_MASK = int(SamplingNeeds.LOGPROBS), int(SamplingNeeds.TOKEN_MASK)
-# A device changes logits in place by these, and log-probabilities are those of the logits before.
+# these depend on the tokens before, so their state on the host advances with every token
 CHANGES = int(SamplingNeeds.LOGIT_EDITS) | TOKEN_MASK
 
 

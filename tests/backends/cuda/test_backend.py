@@ -310,6 +310,19 @@ def test_after_it_is_prepared_passes_of_any_size_wait_for_nothing(
     assert memory.needed > 0
 
 
+def test_the_copy_of_raw_logits_that_decode_loops_share_is_in_the_plan_of_memory(
+    folder: Path, device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from paceline.backends.cuda import backend as module
+
+    backend = make(load_checkpoint(save_checkpoint("llama", folder / "counted")), device, dtype)
+    for name in ("memory_reserved", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 31))
+    monkeypatch.setattr(module, "workspace_bytes", lambda weights, room: room.rows)
+    assert backend.device_memory(100, 64).needed == module.COUNTED_LOOPS * 100 + 4 * 100 * VOCAB_SIZE
+
+
 def test_what_it_cannot_run_is_refused_with_a_way_out(folder: Path) -> None:
     from paceline.backends.cuda.backend import CudaBackend
 

@@ -35,7 +35,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"temperature": 1.0, "min_p": 0.1, "repetition_penalty": 1.3},
     {"temperature": 0.0, "logit_bias": {9: 3.0, 11: -2.0}, "frequency_penalty": 0.5},
     {"temperature": 1.0, "min_tokens": 6, "stop_token_ids": list(range(20, 60))},
-    {"temperature": 1.0, "logprobs": 2},
+    {"temperature": 1.0, "top_p": 0.95},
     {"temperature": 0.7, "allowed_token_ids": range(3, 80, 2)},
 ]
 
@@ -67,7 +67,8 @@ def outputs(
     tokens: int = 30,
     drafter_of: Any = None,
 ) -> tuple[list[object], list[object]]:
-    """What each request got, and its drafters. Two of three are constrained; more than there are slots."""
+    """What each request got, and its drafters. Two of three are constrained, and three of five ask for
+    log-probabilities; more than there are slots."""
     from paceline.engine.admission import Limits
     from paceline.models.registry import load_checkpoint
 
@@ -87,6 +88,7 @@ def outputs(
     for number in range(count):
         prompt = np.random.default_rng(number).integers(2, VOCAB_SIZE, 3 + number).tolist()
         options = {"ignore_eos": True, "seed": number, "max_tokens": tokens} | OPTIONS[number % len(OPTIONS)]
+        options["logprobs"] = number % 5 if number % 5 < 3 else None
         grammar: dict[str, Any] = {"grammar": Grammar()} if number % 3 else {}
         added += engine.add_request(prompt, SamplingParams(**options), **grammar)
     overlapped = 0

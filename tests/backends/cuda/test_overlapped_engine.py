@@ -224,6 +224,7 @@ EXTRA_OPTIONS: list[dict[str, object]] = [
     {"logprobs": 3, "ignore_eos": True},
     {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.3, "ignore_eos": True},
     {"logit_bias": {9: 3.0, 11: -2.0}, "min_tokens": 12},
+    {"logprobs": 1, "logit_bias": {9: 3.0, 11: -2.0}, "frequency_penalty": 0.3, "min_tokens": 12},
 ]
 
 

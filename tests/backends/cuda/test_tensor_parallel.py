@@ -152,6 +152,9 @@ def decoding(
         target = pool(config.num_layers, first, shard.heads(config)[1], config.num_kv_heads)
         loop = DecodeLoop(weights, target, state, ROWS, PAGE_SIZE, draft)
         loop.begin([1], ROWS, torch.ones(1, 2 * config.hidden_size, device=device))
+        if needs & SamplingNeeds.TOKEN_MASK:
+            even = packed_ids(np.arange(0, config.vocab_size, 2), config.vocab_size)
+            loop.masks.send(ROWS * loop.nodes, np.arange(loop.nodes, dtype=np.int32), [even] * loop.nodes)
         drafted = []
         for _ in range(STEPS):
             loop.step(ROWS, needs)
@@ -185,10 +188,10 @@ def test_steps_have_the_bits_of_one_gpu(kind: str, device: torch.device, dtype: 
     assert_same_on_ranks(decoding(TINY, head, kind, device, dtype), 4 if kind == "plain" else 2)
 
 
-def test_log_probabilities_and_truncation_see_the_whole_vocabulary(
+def test_log_probabilities_masks_and_truncation_see_the_whole_vocabulary(
     device: torch.device, dtype: torch.dtype
 ) -> None:
-    needs = int(SamplingNeeds.LOGPROBS | SamplingNeeds.TRUNCATION)
+    needs = int(SamplingNeeds.LOGPROBS | SamplingNeeds.TRUNCATION | SamplingNeeds.TOKEN_MASK)
     assert_same_on_ranks(decoding(SMALL, HEAD, "plain", device, dtype, needs), 2)
 
 

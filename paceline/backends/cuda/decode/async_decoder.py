@@ -98,6 +98,7 @@ class CudaAsyncDecoder:
         if self._writer.edits is not None:
             self.supported_sampling |= SamplingNeeds.LOGIT_EDITS
         self._loops: dict[DeviceDraft | None, Loop] = {}
+        self._raw_logits = torch.empty((0, weights.config.vocab_size), device=self.device)  # see DecodeLoop
         self._known: set[DeviceDraft] = set()  # by the other ranks
         self._last: Loop | None = (
             None  # of the last pass, if the next one over the same slots can reuse its rows
@@ -333,6 +334,8 @@ class CudaAsyncDecoder:
             network = cast(Any, draft.runner).network(keeps, layers, *limits)
         elif self._kept:
             keeps, layers = cast(HeadPool, self._kept[0].pool), self._kept[0].layers
+        if len(self._raw_logits) < most * len(shape):
+            self._raw_logits = self._raw_logits.new_empty((most * len(shape), self._raw_logits.shape[1]))
         steps = DecodeLoop(
             self._weights,
             self._pool,
@@ -347,6 +350,7 @@ class CudaAsyncDecoder:
             host_drafts=0 if draft is None else draft.host_tokens,
             draft_levels=None if draft is None else draft.network_length,
             states=self._states,
+            raw_logits=self._raw_logits,
         )
         gives_found = draft is not None and draft.reads_texts
         buffers = deque(

@@ -100,6 +100,7 @@ class DecodeLoop:
         host_drafts: int = 0,
         draft_levels: int | None = None,
         states: StateTensors | None = None,
+        raw_logits: torch.Tensor | None = None,
     ) -> None:
         """Steps of at most `max_rows` requests; plain decoding without a draft.
 
@@ -111,6 +112,8 @@ class DecodeLoop:
         feature_layers    without `draft`: layers whose hidden states go to `features` [rows of a pass, width]
         kept              a head's pool that stores these features too
         states            of recurrent layers
+        raw_logits        float32 [at least all rows of a step, vocab] for a copy of the logits, which steps
+                          with log-probabilities and masks or edits need; loops may share it. None: its own
         """
         device, config = weights.device, weights.config
         self.weights, self.pool, self.requests, self.page_size = weights, pool, requests, page_size
@@ -165,7 +168,7 @@ class DecodeLoop:
             self.accepted = self.results[2 * max_rows : -max_rows * width].view(max_rows, -1)
         self._slots = integers(max_rows)
         self._adapters = integers(max_rows, self.nodes)  # of the rows of a step
-        self._sampler = StepSampler(max_rows, self._shape, weights)
+        self._sampler = StepSampler(max_rows, self._shape, weights, raw_logits)
         self.logprobs = self._sampler.logprobs
         room = Room.of(max_rows * self.nodes, requests.tokens.shape[1])
         self._states: LoopStates | None = None

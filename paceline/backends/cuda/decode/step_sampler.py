@@ -18,6 +18,7 @@ from paceline.core.truncation import NUM_FIELDS
 
 _TRUNCATION, _LOGIT_EDITS = int(SamplingNeeds.TRUNCATION), int(SamplingNeeds.LOGIT_EDITS)
 _LOGPROBS, _TOKEN_MASK = int(SamplingNeeds.LOGPROBS), int(SamplingNeeds.TOKEN_MASK)
+_CHANGES = _LOGIT_EDITS | _TOKEN_MASK  # of logits, in place
 
 
 class StepSampler:
@@ -28,8 +29,13 @@ class StepSampler:
     `seeds` int64 [max_rows] and `temperatures` float64 [max_rows] are the requests', for coupled drafting.
     """
 
-    def __init__(self, max_rows: int, shape: ShapeTables, weights: Weights) -> None:
-        """Buffers for steps of at most `max_rows` requests, each with the rows of `shape`."""
+    def __init__(
+        self, max_rows: int, shape: ShapeTables, weights: Weights, raw_logits: torch.Tensor | None = None
+    ) -> None:
+        """Buffers for steps of at most `max_rows` requests, each with the rows of `shape`.
+
+        `raw_logits`: see DecodeLoop.
+        """
         self._shape, self._nodes, self._head = shape, len(shape.parents), weights.head
         self._vocab_size = vocab_size = weights.config.vocab_size
         rows, device = max_rows * self._nodes, weights.device
@@ -50,6 +56,9 @@ class StepSampler:
         self._truncation = truncation_buffers(rows, vocab_size, device)
         self._logprobs = logprob_buffers(rows, vocab_size, device)
         self.logprobs = self._logprobs.fields.view(max_rows, self._nodes, -1)
+        if raw_logits is None:
+            raw_logits = torch.empty((rows, vocab_size), device=device)
+        self._raw_logits = raw_logits
 
     def begin(self, state: DeviceRequests, slots: torch.Tensor) -> None:
         """Copy the sampling options of the requests in these slots [requests]."""
@@ -72,14 +81,18 @@ class StepSampler:
     ) -> Candidates:
         """The token of every row of the requests in `slots` [requests], from the logits of the last pass.
 
-        Logits are edited in place. `needs`: see DecodeLoop.step; without any, logits are not gathered from
-        other ranks.
+        Logits are masked and edited in place; log-probabilities are those of the raw logits. `needs`: see
+        DecodeLoop.step; without any, logits are not gathered from other ranks.
         """
         requests, size, logits = len(slots), self._vocab_size, workspace.logits
         rows, temperatures = requests * self._nodes, self._row_temperatures[:requests].view(-1)
         options = temperatures, self._row_seeds[:requests].view(-1), positions
         if not needs:
             return sample_local(workspace.local.logits, self._head, *options, self._shared_candidates, rows)
+        raw = logits
+        if needs & _LOGPROBS and needs & _CHANGES:
+            raw = self._raw_logits
+            raw[:rows].copy_(logits[:rows])
         if needs & _TOKEN_MASK:
             mask_logits(logits, size, self.masks, rows)
         if needs & _LOGIT_EDITS and edits is not None:
@@ -92,5 +105,5 @@ class StepSampler:
         gumbel_argmax(logits, size, *options, self._candidates, rows, thresholds)
         if needs & _LOGPROBS:
             asks = state.asks_logprobs
-            write_logprobs(logits, size, slots, asks, self._candidates, self._logprobs, self._nodes)
+            write_logprobs(raw, size, slots, asks, self._candidates, self._logprobs, self._nodes)
         return self._candidates

@@ -49,6 +49,7 @@ class Recording:
         self.rows = torch.arange(rows * nodes, dtype=torch.int32).view(rows, nodes)
         self.has_adapters: list[bool] = []
         self.edits: object = None
+        self.raw_logits = torch.empty(0)
 
     def begin(self, slots: Sequence[int], rows: int) -> None:
         assert rows >= len(slots)
@@ -108,8 +109,10 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
         host_drafts,
         draft_levels,
         states,
+        raw_logits,
     ):  # type: ignore[no-untyped-def]
         made.append(Recording(state, rows, 1 + given.levels, len(given), host_drafts))
+        made[-1].raw_logits = raw_logits
         return made[-1]
 
     monkeypatch.setattr(async_decoder, "DecodeLoop", loop)
@@ -333,6 +336,15 @@ def test_passes_run_only_the_sampling_kernels_that_requests_need(decoder, loops)
     assert given == [False, False, True]
     assert decoder._requests.truncation[[2, 3]].tolist() == [list(Truncation()), list(Truncation(top_k=5))]
     assert decoder._requests.asks_logprobs[[2, 5]].tolist() == [0, 1]
+
+
+def test_loops_share_the_copy_of_raw_logits_if_it_has_their_rows(decoder, loops) -> None:  # type: ignore[no-untyped-def]
+    for draft in (None, head_draft(2), head_draft(1), replace(head_draft(2), max_requests=2)):
+        decoder.has_room(draft)
+    plain, longest, *others = [loop.raw_logits for loop in loops]
+    assert plain.shape == (8, VOCAB_SIZE)
+    assert longest.shape == (8 * 3, VOCAB_SIZE)
+    assert all(own is longest for own in others)
 
 
 def test_edits_of_logits_are_those_of_the_request_in_the_slot(decoder, loops) -> None:  # type: ignore[no-untyped-def]

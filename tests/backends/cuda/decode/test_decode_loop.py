@@ -376,7 +376,7 @@ def test_no_token_is_computed_at_the_limit_of_a_request(device: torch.device, dt
 def test_a_step_edits_logits_counts_its_tokens_and_gives_log_probabilities(
     device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Two steps with a bias and penalties, and one with log-probabilities, beside what the host computes.
+    """Two steps with a bias and penalties, and one without, beside what the host computes.
 
     The bias wins the first step. It loses the second, where the penalties of its token count.
     """
@@ -391,20 +391,20 @@ def test_a_step_edits_logits_counts_its_tokens_and_gives_log_probabilities(
     state.advance(text[-1])
     edits = make_edit_state(2, 60, device)
     edits.init_slot(1, state.logit_edits())
-    edits.is_active[1] = 1
+    edits.is_active[1] = case.state.asks_logprobs[1] = 1
     loop = DecodeLoop(case.weights, case.pool(), case.state, ROWS, PAGE_SIZE)
     loop.begin([1], ROWS)
     for step in range(2):
-        loop.step(ROWS, int(SamplingNeeds.LOGIT_EDITS), edits)
+        loop.step(ROWS, int(SamplingNeeds.LOGIT_EDITS | SamplingNeeds.LOGPROBS), edits)
         raw = plain_logits(case.weights, case.pool(), case.state, LENGTH + step)
         token = int(loop.output[0, 0])
         assert token == sampler.sample(state, raw, LENGTH + 1 + step, 1 + step)
         assert raw.argmax() != 7
         assert (token == 7) == (step == 0)
+        assert logprobs_of_fields(loop.logprobs[0, 0].tolist(), token, 3) == token_logprobs(raw, token, 3)
         state.advance(token)
         assert edits.history[1, token] & ~(1 << 30) == state.logit_edits().output_counts[-1]
     assert edits.history[0].sum() == 0
-    case.state.asks_logprobs[1] = 1
     loop.step(ROWS, int(SamplingNeeds.LOGPROBS), edits)
     raw = plain_logits(case.weights, case.pool(), case.state, LENGTH + 2)
     token = int(loop.output[0, 0])
@@ -414,11 +414,13 @@ def test_a_step_edits_logits_counts_its_tokens_and_gives_log_probabilities(
 def test_a_step_with_masks_takes_what_they_allow_along_the_draft(
     device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Three launches. The drafted token is what the mask of the root leaves, so the row below it counts."""
+    """Three launches. The drafted token is what the mask of the root leaves, so the row below it counts. The
+    log-probabilities are those of the logits without masks."""
     from paceline.backends.cuda.decode.decode_loop import DecodeLoop
     from paceline.backends.cuda.decode.draft_shape import chain_shape
 
     case = Case(0.0, device, dtype)
+    case.state.asks_logprobs[1] = 1
     loop = DecodeLoop(case.weights, case.pool(), case.state, ROWS, PAGE_SIZE, None, chain_shape(2))
     loop.begin([1], ROWS)
     loop.drafted(ROWS)[0, 1:] = torch.tensor([33, 58], device=device)
@@ -429,12 +431,16 @@ def test_a_step_with_masks_takes_what_they_allow_along_the_draft(
     least = int(raw.argmin())
     masks = [packed_id(33, 60), packed_ids(np.array([least, 58]), 60), packed_id(least, 60)]
     loop.masks.send(ROWS * 3, np.array([0, 1, 2], dtype=np.int32), masks)
-    loop.finish(ROWS, int(SamplingNeeds.TOKEN_MASK))
+    loop.finish(ROWS, int(SamplingNeeds.TOKEN_MASK | SamplingNeeds.LOGPROBS))
     tokens = loop.output[0, : loop.counts[0]].tolist()
+    fields = loop.path_logprobs(ROWS)[0].tolist()
     case.state.tokens[1, LENGTH + 1] = 33
     second = plain_logits(case.weights, case.pool(), case.state, LENGTH + 1)
     expected = [33, 58 if second[58] > second[least] else least]
     assert tokens == ([*expected, least] if expected[1] == 58 else expected)
+    for level, logits in enumerate((raw, second)):
+        given = logprobs_of_fields(fields[level], tokens[level], 3)
+        assert given == token_logprobs(logits, tokens[level], 3)
     loop.begin([1], ROWS)
     loop.step(ROWS)  # without masks: those of the last step do not count
     assert (

@@ -90,23 +90,25 @@ def test_the_fused_layer_kernel_has_the_same_bits(
 ) -> None:
     from paceline.backends.cuda import model
     from paceline.backends.cuda.decode.draft_shape import chain_shape
+    from paceline.backends.cuda.weights import lm_head
 
     weights, rows, shape = random_weights(quantization), requests * (drafted + 1), chain_shape(drafted)
-    ran: dict[str, list[bool]] = {"run_fused_layer": [], "run_logits": []}
+    callers = {"run_fused_layer": model, "run_logits": lm_head}
+    ran: dict[str, list[bool]] = {name: [] for name in callers}
 
     def watched(name: str, run: Any, *arguments: Any) -> bool:
         ran[name].append(run(*arguments))
         return ran[name][-1]
 
-    for name in ran:
-        monkeypatch.setattr(model, name, partial(watched, name, getattr(model, name)))
+    for name, module in callers.items():
+        monkeypatch.setattr(module, name, partial(watched, name, getattr(module, name)))
     results = decode(weights, requests, shape)
     by_pass = torch.tensor(ran["run_fused_layer"]).view(-1, CONFIG.num_layers)
     assert by_pass[:, :-1].all()
     assert (by_pass[:, -1] == (rows > 16)).all()  # few rows: not behind the last layer
     assert set(ran["run_logits"]) == {rows > 64}
-    for name in ran:
-        monkeypatch.setattr(model, name, lambda *arguments: False)
+    for name, module in callers.items():
+        monkeypatch.setattr(module, name, lambda *arguments: False)
     expected = decode(weights, requests, shape)
     assert all(torch.isfinite(own.float()).all() for own in expected)
     assert all(torch.equal(own, other) for own, other in zip(results, expected, strict=True))
@@ -117,8 +119,9 @@ def test_warps_that_fall_behind_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> N
     """Those that do not multiply sleep until slots of rows were filled anew several times."""
     from paceline.backends.cuda import model
     from paceline.backends.cuda.decode.draft_shape import chain_shape
+    from paceline.backends.cuda.native import fused_layer, weight_pipeline
     from paceline.backends.cuda.native import nvrtc as native
-    from paceline.backends.cuda.native import weight_pipeline
+    from paceline.backends.cuda.passes.compiling import cached_kernel
 
     begin, asleep = (
         "void skip_rows(Shared& s, RingPosition& at, Part part) {\n",
@@ -132,13 +135,13 @@ def test_warps_that_fall_behind_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> N
             super().__init__(source.replace(begin, f"{begin}    {asleep} __nanosleep(100000);\n"), *rest)
             changed.append(source.count(begin))
 
-    weight_pipeline.pipeline_kernel.cache_clear()
+    find_kernel: Any = weight_pipeline.pipeline_kernel
     with monkeypatch.context() as patch:
         patch.setattr(native, "NativeKernel", Sleepy)
+        patch.setattr(fused_layer, "pipeline_kernel", cached_kernel(find_kernel.__wrapped__))
         weights = random_weights()
         results = decode(weights, 1, chain_shape(5))
     assert 1 in changed
-    weight_pipeline.pipeline_kernel.cache_clear()
     monkeypatch.setattr(model, "run_fused_layer", lambda *arguments: False)
     assert all(map(torch.equal, results, decode(weights, 1, chain_shape(5))))
 

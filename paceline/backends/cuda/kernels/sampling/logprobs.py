@@ -44,7 +44,7 @@ _NO_ID = tl.constexpr(0x7FFFFFFF)
 class LogprobBuffers:
     """The intermediate and final results of the three kernels."""
 
-    peaks: torch.Tensor  # float64 [rows] the largest logit
+    peaks: torch.Tensor  # float64 [rows] the largest logit; inf if one is NaN, as a mask may forbid its id
     sums: torch.Tensor  # float64 [rows, LANES]
     ids: torch.Tensor  # int32 [rows, blocks, MAX_LOGPROBS] the likeliest of each block
     logits: torch.Tensor  # float32 [rows, blocks, MAX_LOGPROBS]
@@ -93,7 +93,8 @@ def _sums_kernel(  # type: ignore[no-untyped-def]
         largest = tl.full([read], float("-inf"), tl.float32)
         for first in range(0, vocab_size, read):
             token = first + tl.arange(0, read)
-            largest = tl.maximum(largest, load_logits(logits_at, row, logits_stride, token, vocab_size))
+            own = load_logits(logits_at, row, logits_stride, token, vocab_size)
+            largest = tl.maximum(largest, tl.where(own != own, float("inf"), own))
         peak = tl.max(largest, 0).to(tl.float64)
         lane = number * lanes + tl.arange(0, lanes)
         sums = tl.zeros([lanes], tl.float64)
@@ -205,8 +206,9 @@ def write_logprobs(
 ) -> None:
     """Write the log-probability fields of rows whose requests ask for them.
 
-    `logits` [rows, at least vocab_size] are unedited; each request has `nodes` rows. `slots` int32
-    [requests]; `asks` int32 [slots], nonzero for requests that ask; `candidates`: the sampled tokens.
+    `logits` [rows, at least vocab_size] are raw, without masks and edits; each request has `nodes` rows.
+    `slots` int32 [requests]; `asks` int32 [slots], nonzero for requests that ask; `candidates`: the sampled
+    tokens.
     """
     rows, pdl = len(slots) * nodes, supports_pdl(logits.device)
     blocks = buffers.ids.shape[1]
