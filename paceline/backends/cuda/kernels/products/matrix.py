@@ -193,6 +193,7 @@ def launch_for(matrix: Matrix, rows: int, most_tiles: int = 1) -> Launch:
     is_split_k = False
     if not rows_first:
         tiles, is_split_k = split_of(matrix, tokens, row_tiles, most_tiles == MAX_TILES)
+    programs = matrix.tiles * (tiling.splits if is_split_k else 1)  # few: then each reads much, and late
     options = {
         "splits": tiling.splits,
         "is_split_k": is_split_k,
@@ -203,6 +204,10 @@ def launch_for(matrix: Matrix, rows: int, most_tiles: int = 1) -> Launch:
         "stages": stages_for(matrix, tokens, tiles, rows_first),
         "tiles": tiles,
         "rows_first": rows_first,
+        "early_weights": pdl
+        and tiling.packing == "none"
+        and row_tiles == tiles == 1
+        and programs <= MULTIPROCESSORS,
         "pdl": pdl,
         "num_warps": MANY_WARPS if rows_first else tiling.warps * tiles,
         "enable_fp_fusion": False,
