@@ -63,8 +63,6 @@ class LoopStates:
         # of the accepted nodes
         self._path_begins = number(np.zeros(1, np.int32), length)
         self._path_before = each([np.array([FIRST] + [CONTINUES] * (length - 1))] * max_rows)
-        self._steps = torch.arange(1, length + 1, dtype=torch.int32, device=device)
-        self._path_rows, self._path_after = integers(max_rows, length), integers(max_rows, length)
 
     def begin(self, slots: torch.Tensor) -> None:
         """Continue the states in these slots in the next steps: int32 [requests]; -1: padding."""
@@ -95,13 +93,10 @@ class LoopStates:
         """
         requests, shape, states = len(slots), self._shape, self._states
         counts, begins = counts[:requests], self._path_begins[:requests]
-        nodes, after = self._path_rows[:requests], self._path_after[:requests]
-        torch.add(accepted[:requests], self._begins[:requests, None], out=nodes)
-        after.copy_(torch.where(self._steps == counts[:, None], slots[:, None], -1))
-        rows = nodes.view(-1)
+        rows, to_each = accepted[:requests].view(-1), slots[:, None]
         if shape.rate >= 0:
-            own, all_layers = self._slots[:requests], slice(None)
-            scans = Scans(rows, self._path_before, after.view(-1), begins, counts, own)
+            own = self._slots[:requests]
+            scans = Scans(rows, self._path_before, None, begins, counts, own, self._nodes)
             scan = buffers, states, states.ssm, scans
-            scan_states(shape, self._parameters, all_layers, *scan, writes=False)
-        store_conv_states(shape, buffers, states, rows, begins, slots, counts[:, None], slots[:, None])
+            scan_states(shape, self._parameters, slice(None), *scan, writes=False)
+        store_conv_states(shape, buffers, states, rows, begins, slots, counts[:, None], to_each, self._nodes)
