@@ -2,7 +2,7 @@
 
 Draft trees are static, so the scans are written once when requests join, and a step needs nothing from the
 host. After verification the accepted nodes are scanned again, in all layers at once: their inputs are still
-in the buffers of the pass.
+in the buffers of the pass. Without a draft there is nothing to verify, and the pass itself replaces states.
 """
 
 from __future__ import annotations
@@ -71,8 +71,13 @@ class LoopStates:
         self._slots[:rows] = slots.clamp(min=0)
         self._counts[:rows] = (slots >= 0).int() * self._nodes
 
-    def rows(self, requests: int) -> RecurrentRows:
-        """The rows of a step of this many requests."""
+    @property
+    def replaces(self) -> bool:
+        """Whether passes replace states themselves: without a draft, every row counts."""
+        return self._nodes == 1
+
+    def rows(self, requests: int, slot_mapping: torch.Tensor) -> RecurrentRows:
+        """The rows of a step of this many requests. `slot_mapping` [rows]: -1 for rows that do not count."""
         count = requests * self._nodes
         scans = Scans(
             self._rows[:count],
@@ -82,7 +87,9 @@ class LoopStates:
             self._counts[:requests],
             self._slots[:requests],
         )
-        return RecurrentRows(self._states, self._parents[:count], self._row_slots.view(-1)[:count], scans)
+        parents, slots = self._parents[:count], self._row_slots.view(-1)[:count]
+        advances = slot_mapping if self.replaces else None
+        return RecurrentRows(self._states, parents, slots, scans, advances)
 
     def advance(
         self, buffers: RecurrentBuffers, slots: torch.Tensor, counts: torch.Tensor, accepted: torch.Tensor
@@ -91,6 +98,8 @@ class LoopStates:
 
         `accepted` is int32 [requests, levels + 1]; a count of 0 leaves the state as it is.
         """
+        if self.replaces:
+            return  # they have been
         requests, shape, states = len(slots), self._shape, self._states
         counts, begins = counts[:requests], self._path_begins[:requests]
         rows, to_each = accepted[:requests].view(-1), slots[:, None]
