@@ -59,6 +59,14 @@ def _matmul(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def prefetch_weights(at, begin, end) -> None:  # type: ignore[no-untyped-def]
+    """Prefetch contiguous weights of 16 bits, from `begin` to `end`, into L2."""
+    line = tl.arange(0, LINES) * LINE
+    for first in tl.range(begin, end, LINES * LINE):
+        prefetch(at + tl.minimum(first + line, end - LINE))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def pdl_sync_with_weights(  # type: ignore[no-untyped-def]
     weight_at,
     depth,
@@ -80,9 +88,7 @@ def pdl_sync_with_weights(  # type: ignore[no-untyped-def]
             split = tl.program_id(2)
             begin, end = split * steps // splits * step, (split + 1) * steps // splits * step
         tile_at = weight_at + (tl.program_id(1) * columns).to(tl.int64) * depth
-        line = tl.arange(0, LINES) * LINE
-        for at in tl.range(begin * columns, end * columns, LINES * LINE):
-            prefetch(tile_at + tl.minimum(at + line, end * columns - LINE))
+        prefetch_weights(tile_at, begin * columns, end * columns)
     pdl_wait(pdl)
 
 
