@@ -34,6 +34,8 @@ from paceline.backends.cuda.kernels.products.matmul import (
 )
 from paceline.backends.cuda.kernels.products.matrix import Matrix, Normed, stages_for
 
+EARLY_NUMBERS = 32 << 10  # of the down projection's weights, that a program prefetches at most
+
 
 @triton.jit
 def _load_block(blocks_at, block_line, block):  # type: ignore[no-untyped-def]
@@ -147,6 +149,7 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     list_line,
     block_line,
     has_bias: tl.constexpr,
+    early_weights: tl.constexpr,  # numbers of a program's weights to prefetch; 0: none
     columns: tl.constexpr,
     tokens: tl.constexpr,
     step: tl.constexpr,
@@ -160,9 +163,13 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     # before the wait: this kernel starts after every program of _gate_up_kernel has waited for `route`, which
     # wrote the blocks; the next kernel that writes them comes after this one
     expert, first, count = _load_block(blocks_at, block_line, block)
+    matrix_tile = expert * tl.num_programs(0) + tile
+    if early_weights > 0:  # noqa: SIM102 -- resolved at compile time
+        if count > 0:
+            tile_at = weight_at + (matrix_tile * columns).to(tl.int64) * depth
+            prefetch_weights(tile_at, 0, tl.minimum(columns * depth, early_weights))
     pdl_wait(pdl)
     if count > 0:
-        matrix_tile = expert * tl.num_programs(0) + tile
         pair, is_there = _block_pairs(lists_at, list_line, block, expert, first, count, tokens, is_alone)
         total = matmul_split(
             rows_at,
@@ -305,6 +312,7 @@ def _run_blocks(mixture: Mixture, read: Normed, routing: Routing, rows: int, tok
         routing.lists.shape[1],
         routing.blocks.shape[1],
         down.bias is not None,
+        EARLY_NUMBERS if pdl and is_alone and has_early_weights(down) else 0,
         down.tiling.columns,
         tokens,
         down.tiling.step,
