@@ -114,6 +114,7 @@ def _choose(  # type: ignore[no-untyped-def]
     preferences,
     scores,
     experts,
+    by_score: tl.constexpr,  # preferences are the scores
     top_k: tl.constexpr,
     most_chosen: tl.constexpr,
     most_experts: tl.constexpr,
@@ -123,8 +124,10 @@ def _choose(  # type: ignore[no-untyped-def]
     left, known = tl.where(expert < experts, _ordered(preferences), CHOSEN), _ordered(scores)
     best, best_scores = tl.zeros([most_chosen], tl.int32), tl.zeros([most_chosen], tl.int32)
     for turn in tl.static_range(top_k):
-        index = tl.min(tl.where(left == tl.max(left, 0), expert, most_experts), 0)
-        score = tl.max(tl.where(expert == index, known, CHOSEN), 0)
+        score = tl.max(left, 0)
+        index = tl.min(tl.where(left == score, expert, most_experts), 0)
+        if not by_score:
+            score = tl.max(tl.where(expert == index, known, CHOSEN), 0)
         best = tl.where(rank == turn, index, best)
         best_scores = tl.where(rank == turn, score, best_scores)
         left = tl.where(expert == index, CHOSEN, left)
@@ -232,7 +235,8 @@ def _weigh(  # type: ignore[no-untyped-def]
     """
     expert, rank = tl.arange(0, most_experts), tl.arange(0, most_chosen)
     top, preferences = tl.max(scores, 0), scores  # not sigmoids: large scores have equal ones
-    if has_correction or expert_groups > 1:
+    by_score: tl.constexpr = not (has_correction or expert_groups > 1)
+    if not by_score:
         if is_sigmoid:
             preferences = 1.0 / (1.0 + tl.exp(-scores))
         else:
@@ -244,7 +248,7 @@ def _weigh(  # type: ignore[no-untyped-def]
             preferences = _of_best_groups(
                 preferences, experts, expert_groups, chosen_groups, group_experts, most_groups
             )
-    best, weights = _choose(preferences, scores, experts, top_k, most_chosen, most_experts)
+    best, weights = _choose(preferences, scores, experts, by_score, top_k, most_chosen, most_experts)
     weights = 1.0 / (1.0 + tl.exp(-weights)) if is_sigmoid else tl.exp(weights - top)
     weights = tl.where(rank < top_k, weights, 0.0)
     if normalize:
