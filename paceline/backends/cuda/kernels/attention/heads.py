@@ -114,7 +114,7 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
     stages: tl.constexpr,
     tiles: tl.constexpr,  # always 1: a tile is a head
     rows_first: tl.constexpr,  # always False
-    early_weights: tl.constexpr,
+    early_weights: tl.constexpr,  # numbers to prefetch; 0: none
     pdl: tl.constexpr,
 ) -> None:
     pdl_sync_with_weights(weight_at, depth, splits, is_split_k, columns, step, early_weights, pdl)

@@ -61,7 +61,7 @@ def _project_kernel(  # type: ignore[no-untyped-def]
     stages: tl.constexpr,
     tiles: tl.constexpr,
     rows_first: tl.constexpr,
-    early_weights: tl.constexpr,
+    early_weights: tl.constexpr,  # numbers to prefetch; 0: none
     pdl: tl.constexpr,
 ) -> None:
     pdl_sync_with_weights(weight_at, depth, splits, is_split_k, columns, step, early_weights, pdl)
@@ -131,7 +131,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     stages: tl.constexpr,
     tiles: tl.constexpr,
     rows_first: tl.constexpr,
-    early_weights: tl.constexpr,
+    early_weights: tl.constexpr,  # numbers to prefetch; 0: none
     pdl: tl.constexpr,
 ) -> None:
     pdl_sync_with_weights(weight_at, depth, splits, is_split_k, columns, step, early_weights, pdl)
@@ -214,7 +214,7 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     stages: tl.constexpr,
     tiles: tl.constexpr,
     rows_first: tl.constexpr,
-    early_weights: tl.constexpr,
+    early_weights: tl.constexpr,  # numbers to prefetch; 0: none
     pdl: tl.constexpr,
 ) -> None:
     first = tl.program_id(1) * tiles

@@ -77,18 +77,19 @@ def pdl_sync_with_weights(  # type: ignore[no-untyped-def]
     early_weights: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
-    """`pdl_sync`, during which this program's weights come into L2 if they are `early_weights`.
+    """`pdl_sync`, during which the first `early_weights` of this program's weights come into L2.
 
     Weights do not depend on earlier kernels, and are contiguous: a tile, or a split of one.
     """
     pdl_launch(pdl)
-    if early_weights:
+    if early_weights > 0:
         steps, begin, end = depth // step, 0, depth
         if is_split_k:
             split = tl.program_id(2)
             begin, end = split * steps // splits * step, (split + 1) * steps // splits * step
         tile_at = weight_at + (tl.program_id(1) * columns).to(tl.int64) * depth
-        prefetch_weights(tile_at, begin * columns, end * columns)
+        first = begin * columns
+        prefetch_weights(tile_at, first, tl.minimum(end * columns, first + early_weights))
     pdl_wait(pdl)
 
 
