@@ -247,10 +247,17 @@ def add_experts(
     rows = len(slot_mapping)
     tokens = block_rows(mixture, rows)
     if not has_parts:
-        score_rows(scored, mixture.router, routing.parts, routing.arrivals, routing.scores, rows)
+        has_parts = routes_parts(rows)
+        buffers = routing.parts, routing.arrivals, routing.scores
+        score_rows(scored, mixture.router, *buffers, rows, sums=not has_parts)
     route(mixture, read, slot_mapping, routing, tokens, has_parts)
     _run_blocks(mixture, read, routing, rows, tokens)
     _combine(mixture, routing, hidden, norm, normed, rows)
+
+
+def routes_parts(rows: int) -> bool:
+    """Whether `route` adds up the parts of scores of a kernel of their own, instead of that kernel."""
+    return rows == 1
 
 
 def has_early_weights(experts: Matrix) -> bool:
