@@ -30,8 +30,9 @@ from paceline.backends.cuda.kernels.experts.router import Scores, has_parts
 from paceline.backends.cuda.kernels.products.activations import gate_rows
 from paceline.backends.cuda.kernels.products.low_rank import LowRank, shrink
 from paceline.backends.cuda.kernels.products.matrix import Matrix
-from paceline.backends.cuda.kernels.recurrent.output import gate
+from paceline.backends.cuda.kernels.recurrent.output import NewConvStates, gate
 from paceline.backends.cuda.kernels.recurrent.scan import convolve, scan_states
+from paceline.backends.cuda.kernels.recurrent.step import step_states
 from paceline.backends.cuda.kernels.recurrent.types import recurrent_shape
 from paceline.backends.cuda.kernels.residual import add_normed, plain
 from paceline.backends.cuda.layers.feed_forward import feed_forward, read_next
@@ -338,8 +339,16 @@ def _mix_recurrent(
         recurrent_shape(config.recurrent, config.hidden_size),
         config.recurrent_layers.index(index),
     )
-    rows, states = len(recurrent.parents), recurrent.states
+    rows, states, advances = len(recurrent.parents), recurrent.states, recurrent.advances
     project(workspace.attention_input, into, buffers.projected[number], rows, workspace.scratch)
+    if advances is not None:
+        of_rows = recurrent.slots, advances
+        if shape.rate >= 0:
+            step_states(shape, parameters, number, buffers, states, *of_rows)
+        else:
+            convolve(shape, parameters, number, buffers, states, recurrent.parents, recurrent.slots)
+        gate(shape, parameters, number, buffers, rows, NewConvStates(states.conv, *of_rows))
+        return buffers.gated
     convolve(shape, parameters, number, buffers, states, recurrent.parents, recurrent.slots)
     if shape.rate >= 0:
         only, nodes = slice(number, number + 1), buffers.nodes[None]

@@ -394,7 +394,7 @@ class DecodeLoop:
             tables = replace(tables, adapters=self._adapters[:rows].view(-1))
         known = inputs.tokens, tables
         if not self._megakernel.run(*known, *features):
-            recurrent = None if self._states is None else self._states.rows(rows)
+            recurrent = None if self._states is None else self._states.rows(rows, tables.slot_mapping)
             run_layers(weights, workspace, *known, self.pool, self.page_size, *features, recurrent)
         run_lm_head(weights, workspace, workspace.attention_input, count, joins)
 

@@ -2,7 +2,7 @@
 
 Draft trees are static, so the scans are written once when requests join, and a step needs nothing from the
 host. After verification the accepted nodes are scanned again, in all layers at once: their inputs are still
-in the buffers of the pass.
+in the buffers of the pass. Without a draft there is nothing to verify, and the pass itself replaces states.
 """
 
 from __future__ import annotations
@@ -63,8 +63,6 @@ class LoopStates:
         # of the accepted nodes
         self._path_begins = number(np.zeros(1, np.int32), length)
         self._path_before = each([np.array([FIRST] + [CONTINUES] * (length - 1))] * max_rows)
-        self._steps = torch.arange(1, length + 1, dtype=torch.int32, device=device)
-        self._path_rows, self._path_after = integers(max_rows, length), integers(max_rows, length)
 
     def begin(self, slots: torch.Tensor) -> None:
         """Continue the states in these slots in the next steps: int32 [requests]; -1: padding."""
@@ -73,8 +71,13 @@ class LoopStates:
         self._slots[:rows] = slots.clamp(min=0)
         self._counts[:rows] = (slots >= 0).int() * self._nodes
 
-    def rows(self, requests: int) -> RecurrentRows:
-        """The rows of a step of this many requests."""
+    @property
+    def replaces(self) -> bool:
+        """Whether passes replace states themselves: without a draft, every row counts."""
+        return self._nodes == 1
+
+    def rows(self, requests: int, slot_mapping: torch.Tensor) -> RecurrentRows:
+        """The rows of a step of this many requests. `slot_mapping` [rows]: -1 for rows that do not count."""
         count = requests * self._nodes
         scans = Scans(
             self._rows[:count],
@@ -84,7 +87,9 @@ class LoopStates:
             self._counts[:requests],
             self._slots[:requests],
         )
-        return RecurrentRows(self._states, self._parents[:count], self._row_slots.view(-1)[:count], scans)
+        parents, slots = self._parents[:count], self._row_slots.view(-1)[:count]
+        advances = slot_mapping if self.replaces else None
+        return RecurrentRows(self._states, parents, slots, scans, advances)
 
     def advance(
         self, buffers: RecurrentBuffers, slots: torch.Tensor, counts: torch.Tensor, accepted: torch.Tensor
@@ -93,15 +98,14 @@ class LoopStates:
 
         `accepted` is int32 [requests, levels + 1]; a count of 0 leaves the state as it is.
         """
+        if self.replaces:
+            return  # they have been
         requests, shape, states = len(slots), self._shape, self._states
         counts, begins = counts[:requests], self._path_begins[:requests]
-        nodes, after = self._path_rows[:requests], self._path_after[:requests]
-        torch.add(accepted[:requests], self._begins[:requests, None], out=nodes)
-        after.copy_(torch.where(self._steps == counts[:, None], slots[:, None], -1))
-        rows = nodes.view(-1)
+        rows, to_each = accepted[:requests].view(-1), slots[:, None]
         if shape.rate >= 0:
-            own, all_layers = self._slots[:requests], slice(None)
-            scans = Scans(rows, self._path_before, after.view(-1), begins, counts, own)
+            own = self._slots[:requests]
+            scans = Scans(rows, self._path_before, None, begins, counts, own, self._nodes)
             scan = buffers, states, states.ssm, scans
-            scan_states(shape, self._parameters, all_layers, *scan, writes=False)
-        store_conv_states(shape, buffers, states, rows, begins, slots, counts[:, None], slots[:, None])
+            scan_states(shape, self._parameters, slice(None), *scan, writes=False)
+        store_conv_states(shape, buffers, states, rows, begins, slots, counts[:, None], to_each, self._nodes)

@@ -48,6 +48,8 @@ class RecurrentRows:
     parents: torch.Tensor  # int32 [rows] the row before each; -1: its request's state is before it
     slots: torch.Tensor  # int32 [rows] slot of that state; -1: zeros
     scans: Scans
+    advances: torch.Tensor | None = None  # int32 [rows] one row per request, which replaces the request's
+    # state in this pass unless this is negative; None: states stay
 
 
 @dataclass(frozen=True)

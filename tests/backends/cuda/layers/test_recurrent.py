@@ -128,16 +128,62 @@ def test_a_tree_and_its_accepted_path_are_those_of_torch(
         assert all(torch.equal(mine, its) for mine, its in zip(before, case.state(slot), strict=True))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_that_replaces_its_state_has_the_bits_of_a_scan(
+    kind: str, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Rows of slots 2 and 0 and a padding row; the second is beyond its request's limit."""
+    from paceline.backends.cuda.kernels.recurrent.output import NewConvStates, gate
+    from paceline.backends.cuda.kernels.recurrent.scan import convolve, scan_states, store_conv_states
+    from paceline.backends.cuda.kernels.recurrent.step import step_states
+    from paceline.backends.cuda.kernels.recurrent.types import FIRST, Scans, StateTensors
+
+    def integers(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    def results(states: StateTensors) -> list[torch.Tensor]:
+        return [buffers.gated[:2].clone(), states.conv, states.ssm]
+
+    case = Case(kind, device, dtype)
+    shape, buffers, known = case.shape, case.buffers, (case.shape, case.parameters)
+    own = case.states.tensors
+    scanned, stepped = (StateTensors(own.conv.clone(), own.ssm.clone()) for _ in range(2))
+    slots, none = integers(2, 0, -1), integers(-1, -1, -1)
+
+    convolve(*known, 0, buffers, scanned, none, slots)
+    rows, counts = integers(0, 1, 2), integers(1, 1, 0)
+    scans = Scans(rows, integers(FIRST, FIRST, FIRST), integers(2, -1, -1), rows, counts, integers(2, 0, 0))
+    if shape.rate >= 0:
+        scan_states(*known, slice(0, 1), buffers, scanned, scanned.ssm, scans, writes=True)
+    gate(*known, 0, buffers, 3)
+    kept = integers(1, 0, 0)[:, None], integers(2, -1, -1)[:, None]
+    store_conv_states(shape, buffers, scanned, rows, rows, slots, *kept)
+    expected = results(scanned)
+    assert not torch.equal(scanned.conv, own.conv)
+
+    buffers.gated.zero_()
+    buffers.read.zero_()
+    advances = integers(7, -1, -1)
+    if shape.rate >= 0:
+        step_states(*known, 0, buffers, stepped, slots, advances)
+    else:
+        convolve(*known, 0, buffers, stepped, none, slots)
+    gate(*known, 0, buffers, 3, NewConvStates(stepped.conv, slots, advances))
+    assert all(map(torch.equal, results(stepped), expected))
+
+
 HYBRID = ModelConfig(
     "qwen3_5_text", 60, 32, 2, 2, 1, 16, 64, 1e-5, RopeConfig(500.0), 64, tie_embeddings=True,
     recurrent=RecurrentConfig("gated_delta", frozenset([0]), conv_kernel=3, norm_groups=1, **SIZES),
 )  # fmt: skip
 
 
-def decoded(device: torch.device, dtype: torch.dtype, guesses: list[list[int]], shape: Any) -> Any:
+def decoded(
+    device: torch.device, dtype: torch.dtype, guesses: list[list[int]], shape: Any, limit: int = 32
+) -> Any:
     """A request in slot 1, beside padding, stepped on the device: its tokens, and the states of all slots.
 
-    The draft of each step has the next of `guesses`.
+    The draft of each step has the next of `guesses`. The request has pages for `limit` tokens.
     """
     from paceline.backends.cuda.decode.decode_loop import DecodeLoop, make_requests
     from paceline.backends.cuda.layers.recurrent import Recurrences
@@ -146,7 +192,7 @@ def decoded(device: torch.device, dtype: torch.dtype, guesses: list[list[int]], 
     weights = random_weights(device, dtype, config=HYBRID)
     requests = make_requests(2, 32, 16, device)
     requests.tokens[1, :6] = torch.tensor([7, 3, 40, 8, 2, 9])
-    requests.pages[1], requests.lengths[1] = torch.tensor([1, 0]), 5
+    requests.pages[1], requests.lengths[1], requests.limits[1] = torch.tensor([1, 0]), 5, limit
     states = Recurrences(HYBRID, weights.recurrent, 8, device).make_states(2).tensors
     generator = torch.Generator().manual_seed(4)
     keys, values, *parts = (
@@ -182,6 +228,18 @@ def test_states_follow_the_nodes_that_a_step_on_the_device_has_accepted(
     for own, after_chains, after_tree in zip(plain, states, in_tree, strict=True):
         assert torch.equal(own, after_chains)
         assert torch.equal(own, after_tree)
+
+
+@pytest.mark.parametrize("levels", [0, 1])
+def test_states_stay_when_a_request_has_reached_its_limit(
+    levels: int, device: torch.device, dtype: torch.dtype
+) -> None:
+    from paceline.backends.cuda.decode.draft_shape import chain_shape
+
+    (first, second), states = decoded(device, dtype, [[0] * levels] * 2, chain_shape(levels), limit=7)
+    tokens, later = decoded(device, dtype, [[0] * levels] * 4, chain_shape(levels), limit=7)
+    assert tokens == [first, second]
+    assert all(map(torch.equal, states, later))
 
 
 def request_rows(backend: Any, pools: tuple[Any, Any], context: int, tokens: list[int], parents: list[int]):  # type: ignore[no-untyped-def]

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.backends.cuda.kernels.experts.router import FEW_ROWS
+from paceline.backends.cuda.kernels.experts.router import FEW_ROWS, MAX_PARTS
 from paceline.backends.cuda.kernels.pdl import pdl_sync, supports_pdl
 from paceline.backends.cuda.kernels.products.matmul import load_squares, norm_factor
 from paceline.backends.cuda.kernels.products.matrix import MIN_TOKENS, Matrix, Normed, row_tile
@@ -16,6 +16,7 @@ from paceline.backends.cuda.weights.shard import TILE
 from paceline.models.config import MoeConfig
 
 LOWEST = tl.constexpr(-3.0e38)  # below all scores but those of padding and of experts already chosen
+WARPS = 4  # that add up many parts of scores; one warp takes maxima faster
 CHOSEN = tl.constexpr(-(1 << 31))  # below the integers of all scores
 
 
@@ -114,6 +115,7 @@ def _choose(  # type: ignore[no-untyped-def]
     preferences,
     scores,
     experts,
+    by_score: tl.constexpr,  # preferences are the scores
     top_k: tl.constexpr,
     most_chosen: tl.constexpr,
     most_experts: tl.constexpr,
@@ -123,8 +125,10 @@ def _choose(  # type: ignore[no-untyped-def]
     left, known = tl.where(expert < experts, _ordered(preferences), CHOSEN), _ordered(scores)
     best, best_scores = tl.zeros([most_chosen], tl.int32), tl.zeros([most_chosen], tl.int32)
     for turn in tl.static_range(top_k):
-        index = tl.min(tl.where(left == tl.max(left, 0), expert, most_experts), 0)
-        score = tl.max(tl.where(expert == index, known, CHOSEN), 0)
+        score = tl.max(left, 0)
+        index = tl.min(tl.where(left == score, expert, most_experts), 0)
+        if not by_score:
+            score = tl.max(tl.where(expert == index, known, CHOSEN), 0)
         best = tl.where(rank == turn, index, best)
         best_scores = tl.where(rank == turn, score, best_scores)
         left = tl.where(expert == index, CHOSEN, left)
@@ -232,7 +236,8 @@ def _weigh(  # type: ignore[no-untyped-def]
     """
     expert, rank = tl.arange(0, most_experts), tl.arange(0, most_chosen)
     top, preferences = tl.max(scores, 0), scores  # not sigmoids: large scores have equal ones
-    if has_correction or expert_groups > 1:
+    by_score: tl.constexpr = not (has_correction or expert_groups > 1)
+    if not by_score:
         if is_sigmoid:
             preferences = 1.0 / (1.0 + tl.exp(-scores))
         else:
@@ -244,7 +249,7 @@ def _weigh(  # type: ignore[no-untyped-def]
             preferences = _of_best_groups(
                 preferences, experts, expert_groups, chosen_groups, group_experts, most_groups
             )
-    best, weights = _choose(preferences, scores, experts, top_k, most_chosen, most_experts)
+    best, weights = _choose(preferences, scores, experts, by_score, top_k, most_chosen, most_experts)
     weights = 1.0 / (1.0 + tl.exp(-weights)) if is_sigmoid else tl.exp(weights - top)
     weights = tl.where(rank < top_k, weights, 0.0)
     if normalize:
@@ -393,6 +398,7 @@ def route(
     """Choose every row's experts by their scores, and split the experts' rows into blocks of `tokens`."""
     pdl, moe, bias = supports_pdl(read.rows.device), mixture.moe, mixture.router.bias
     groups = read.squares.shape[1]
+    parts, experts = routing.parts.shape[1] if has_parts else 1, triton.next_power_of_2(moe.num_experts)
     _route_kernel[(len(slot_mapping),)](
         routing.parts if has_parts else routing.scores,
         read.squares,
@@ -421,20 +427,20 @@ def route(
         moe.weight_scale,
         mixture.factors is not None,
         bias is not None,
-        routing.parts.shape[1] if has_parts else 1,
+        parts,
         moe.experts_per_token,
         mixture.shared,
         mixture.is_gated,
         len(slot_mapping) == 1,
         tokens,
         triton.next_power_of_2(mixture.chosen),
-        triton.next_power_of_2(moe.num_experts),
+        experts,
         triton.next_power_of_2(moe.groups),
         triton.next_power_of_2(mixture.experts),
         triton.next_power_of_2(routing.blocks.shape[1]),
         triton.next_power_of_2(groups),
         pdl,
-        num_warps=1,
+        num_warps=1 if parts * experts <= MAX_PARTS else WARPS,
         enable_fp_fusion=False,
         launch_pdl=pdl,
     )

@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 from paceline.backends.cuda.kernels.experts.router import Scores, prefetch_router, store_scores
-from paceline.backends.cuda.kernels.pdl import pdl_sync
 from paceline.backends.cuda.kernels.products.activations import activated
 from paceline.backends.cuda.kernels.products.fp8 import store_fp8
 from paceline.backends.cuda.kernels.products.low_rank import LowRankRows, add_low_rank, added_by
@@ -21,6 +20,7 @@ from paceline.backends.cuda.kernels.products.matmul import (
     load_squares,
     matmul_tiles,
     norm_factor,
+    pdl_sync_with_weights,
     program_tokens,
     sum_of_squares,
 )
@@ -61,9 +61,10 @@ def _project_kernel(  # type: ignore[no-untyped-def]
     stages: tl.constexpr,
     tiles: tl.constexpr,
     rows_first: tl.constexpr,
+    early_weights: tl.constexpr,  # numbers to prefetch; 0: none
     pdl: tl.constexpr,
 ) -> None:
-    pdl_sync(pdl)
+    pdl_sync_with_weights(weight_at, depth, splits, is_split_k, columns, step, early_weights, pdl)
     column = tl.program_id(1) * tiles * columns + tl.arange(0, tiles * columns)
     token = program_tokens(tokens)
     squares = load_squares(squares_at, token, groups, max_groups)
@@ -130,9 +131,10 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     stages: tl.constexpr,
     tiles: tl.constexpr,
     rows_first: tl.constexpr,
+    early_weights: tl.constexpr,  # numbers to prefetch; 0: none
     pdl: tl.constexpr,
 ) -> None:
-    pdl_sync(pdl)
+    pdl_sync_with_weights(weight_at, depth, splits, is_split_k, columns, step, early_weights, pdl)
     is_gated: tl.constexpr = activation != "relu2"
     written: tl.constexpr = tiles * columns // (2 if is_gated else 1)
     column = tl.program_id(1) * written + tl.arange(0, written)
@@ -212,6 +214,7 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     stages: tl.constexpr,
     tiles: tl.constexpr,
     rows_first: tl.constexpr,
+    early_weights: tl.constexpr,  # numbers to prefetch; 0: none
     pdl: tl.constexpr,
 ) -> None:
     first = tl.program_id(1) * tiles
@@ -220,7 +223,7 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     norm = tl.load(norm_at + column).to(tl.float32)[:, None]
     if experts > 0 and pdl:
         prefetch_router(router_at, first, padded_width, experts, router_step)
-    pdl_sync(pdl)
+    pdl_sync_with_weights(weight_at, depth, splits, is_split_k, columns, step, early_weights, pdl)
     offset = token[None, :] * padded_width + column[:, None]
     # with many rows or packed weights, the product needs the registers
     is_early: tl.constexpr = not rows_first and (tokens < 64 or packing == "none" or packing == "e4m3")

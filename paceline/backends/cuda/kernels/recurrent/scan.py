@@ -79,8 +79,24 @@ def _convolve_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _softplus(values):  # type: ignore[no-untyped-def]
+def softplus(values):  # type: ignore[no-untyped-def]
+    """log(1 + exp(values))."""
     return tl.maximum(values, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(values)))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def recur(  # type: ignore[no-untyped-def]
+    state, keys, queries, values, time, speed, share, is_delta: tl.constexpr, key_dim: tl.constexpr
+):
+    """The state after a row, and the queries that read it. `share`: strength of the delta rule (beta)."""
+    state *= tl.exp(-speed * time)
+    if is_delta:
+        keys *= tl.rsqrt(tl.sum(keys * keys, 0) + 1e-6)
+        queries *= tl.rsqrt(tl.sum(queries * queries, 0) + 1e-6) * (key_dim**-0.5)
+        added = (values - tl.sum(state * keys[:, None], 0)) / (1.0 + tl.exp(-share))
+    else:
+        added = values * time
+    return state + keys[:, None] * added[None, :], queries
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -111,6 +127,7 @@ def _scan_states_kernel(  # type: ignore[no-untyped-def]
     begins_at,
     counts_at,
     slots_at,
+    row_stride,
     width,
     lines,  # rows of a layer's buffers
     states,  # number of a layer's states in `ssm_at`
@@ -152,23 +169,19 @@ def _scan_states_kernel(  # type: ignore[no-untyped-def]
     shared = (head % key_heads if is_tiled else head // (heads // key_heads)) * key_dim
     state = tl.zeros([wide_key, block], tl.float32)
     for step in range(count):
-        row = tl.load(rows_at + begin + step).to(tl.int64)
-        before, after = tl.load(before_at + begin + step), tl.load(after_at + begin + step)
+        row = (tl.load(rows_at + begin + step) + scan * row_stride).to(tl.int64)
+        before = tl.load(before_at + begin + step)
+        after = tl.where(step + 1 == count, slot, -1)
+        if after_at is not None:
+            after = tl.load(after_at + begin + step)
         state = _state_before(state, before, first_at, stored_at, heads * size, offset, both)
         line_at, mixed_at = projected_at + row * width, convolved_at + row * channels
         keys = tl.load(mixed_at + key + shared + along, mask=in_key, other=0.0)
         queries = tl.load(mixed_at + query + shared + along, mask=in_key, other=0.0)
         values = tl.load(mixed_at + value + head * value_dim + column, mask=inside, other=0.0)
-        time = _softplus(tl.load(line_at + rate + head).to(tl.float32) + bias)
-        state *= tl.exp(-speed * time)
-        if strength >= 0:
-            keys *= tl.rsqrt(tl.sum(keys * keys, 0) + 1e-6)
-            queries *= tl.rsqrt(tl.sum(queries * queries, 0) + 1e-6) * (key_dim**-0.5)
-            share = tl.load(line_at + strength + head).to(tl.float32)
-            added = (values - tl.sum(state * keys[:, None], 0)) / (1.0 + tl.exp(-share))
-        else:
-            added = values * time
-        state += keys[:, None] * added[None, :]
+        time = softplus(tl.load(line_at + rate + head).to(tl.float32) + bias)
+        share = tl.load(line_at + strength + head).to(tl.float32) if strength >= 0 else 0.0
+        state, queries = recur(state, keys, queries, values, time, speed, share, strength >= 0, key_dim)
         if writes:
             given = tl.sum(state * queries[:, None], 0)
             if has_skip:
@@ -188,6 +201,7 @@ def _store_conv_states_kernel(  # type: ignore[no-untyped-def]
     slots_at,
     counts_at,
     to_at,
+    row_stride,
     width,
     lines,
     states,
@@ -211,7 +225,7 @@ def _store_conv_states_kernel(  # type: ignore[no-untyped-def]
         inside = channel < tl.where((count > 0) & (to >= 0), channels, 0)
         for index in tl.static_range(kernel - 1):
             place = count + index - (kernel - 1)
-            row = tl.load(rows_at + tl.maximum(place, 0)).to(tl.int64)
+            row = (tl.load(rows_at + tl.maximum(place, 0)) + scan * row_stride).to(tl.int64)
             is_row = channel < tl.where(place >= 0, channels, 0)
             value = tl.load(projected_at + row * width + first, mask=is_row, other=0.0).to(tl.float32)
             if factor >= 0:
@@ -289,6 +303,7 @@ def scan_states(
         scans.begins,
         scans.counts,
         scans.slots,
+        scans.row_stride,
         buffers.projected.shape[2],
         buffers.projected.shape[1],
         ssm.shape[1],
@@ -324,11 +339,13 @@ def store_conv_states(
     slots: torch.Tensor,
     counts: torch.Tensor,
     to: torch.Tensor,
+    row_stride: int = 0,
 ) -> None:
     """Store the conv states of all layers after the first `counts` [scans, stored] rows of each scan.
 
     A scan's rows start at `begins` [scans] of `rows` and continue the state in `slots` [scans]; -1: zeros.
-    The new states go to the slots `to` [scans, stored]; the scan's own slot, which it reads, comes last.
+    `row_stride`: see Scans. The new states go to the slots `to` [scans, stored]; the scan's own slot, which
+    it reads, comes last.
     """
     layers, states_each, kept, channels = states.conv.shape
     scans, stored = to.shape
@@ -341,6 +358,7 @@ def store_conv_states(
         slots,
         counts,
         to,
+        row_stride,
         buffers.projected.shape[2],
         buffers.projected.shape[1],
         states_each,

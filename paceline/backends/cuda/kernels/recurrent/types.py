@@ -90,7 +90,9 @@ class Scans:
 
     rows: torch.Tensor  # [rows] rows of all scans, in scan order
     before: torch.Tensor  # [rows] state before each: CONTINUES, FIRST, NOTHING, or index of a stored state
-    after: torch.Tensor  # [rows] index at which to store the state after each; -1: not stored
+    after: torch.Tensor | None  # [rows] index at which to store the state after each; -1: not stored.
+    # None: the last state of a scan goes to its slot
     begins: torch.Tensor  # [scans] index of the first row in `rows`
     counts: torch.Tensor  # [scans] number of rows; 0: padding
     slots: torch.Tensor  # [scans] slot of the state before the first row
+    row_stride: int = 0  # rows of scan i are `rows` + i * row_stride

@@ -149,13 +149,14 @@ def _gumbel_argmax_kernel(  # type: ignore[no-untyped-def]
     seed, position = tl.load(seeds_at + row), tl.load(positions_at + row) + 1
     best = tl.full([part], float("-inf"), tl.float64)
     chosen = tl.full([part], 0x7FFFFFFF, tl.int32)
-    unusable = tl.zeros([part], tl.int32)
+    # a whole block at once, which brings it into L1: the parts below do not wait for L2, one after the other
+    whole = load_logits(logits_at, row, logits_stride, number * block + tl.arange(0, block), vocab_size)
+    unusable = tl.max(((whole != whole) | (whole == float("inf"))).to(tl.int32), 0)
     # in parts: with the noise of a whole block in registers, few programs would fit a multiprocessor
     for first in range(number * block, (number + 1) * block, part):
         column = first + tl.arange(0, part)
         token = first_id + column
         logits = load_logits(logits_at, row, logits_stride, column, vocab_size)
-        unusable |= ((logits != logits) | (logits == float("inf"))).to(tl.int32)
         scores = logits.to(tl.float64)
         if temperature > 0:
             scaled = scores / temperature
@@ -170,7 +171,7 @@ def _gumbel_argmax_kernel(  # type: ignore[no-untyped-def]
     first_best = tl.min(tl.where(best == highest, chosen, 0x7FFFFFFF), 0)
     offset = row * tl.num_programs(1) + number
     tl.store(scores_at + offset, highest)
-    tl.store(ids_at + offset, tl.where(tl.max(unusable, 0) > 0, -1, first_best))
+    tl.store(ids_at + offset, tl.where(unusable > 0, -1, first_best))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
