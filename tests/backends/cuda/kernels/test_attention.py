@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -234,29 +233,6 @@ def test_split_kv_does_not_change_bits(
     torch.testing.assert_close(shared.float(), case.expected(dtype, scoring=scoring), rtol=0, atol=1e-2)
     monkeypatch.setattr(attention, "PROGRAMS", 4)
     assert torch.equal(case.run(device, dtype, longest=640, scoring=scoring), shared)
-
-
-@pytest.mark.parametrize(
-    ("heads", "programs"), [(18, 264), (6, 264), (9, 4)], ids=["blocks", "tiles of two rows", "KV chunks"]
-)
-def test_keys_of_earlier_passes_may_be_loaded_early(
-    heads: int, programs: int, device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One row per request, whose own key is the first or last of a block, or the only one."""
-    from paceline.backends.cuda.kernels.attention import paged_attention as attention
-    from paceline.backends.cuda.kernels.attention.row_tables import UniformRows
-
-    def early(query: Any, keys: Any, values: Any, tables: RowTables, *where: Any, scoring: Scoring) -> None:
-        settled = replace(tables, uniform=UniformRows(1, 1, settled=True))
-        assert settled.newest_only
-        assert not replace(tables, uniform=UniformRows(1, 2, settled=True)).newest_only
-        attention.attend(query, keys, values, settled, *where, scoring=scoring)
-
-    monkeypatch.setattr(attention, "PROGRAMS", programs)
-    contexts = [0, 63, 64, 100, 9 * 64 - 1]
-    case = Case(contexts, [[-1]] * len(contexts), heads, 1, 18, LATENTS.rope)
-    late = case.run(device, dtype, longest=640, scoring=LATENTS)
-    assert torch.equal(case.run(device, dtype, longest=640, scoring=LATENTS, by=early), late)
 
 
 @pytest.mark.parametrize(

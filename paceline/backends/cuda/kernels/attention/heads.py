@@ -13,7 +13,6 @@ from paceline.backends.cuda.kernels.products.matmul import (
     load_squares,
     matmul_tiles,
     norm_factor,
-    pdl_sync_with_weights,
     program_tokens,
     sum_of_squares,
 )
@@ -114,10 +113,9 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
     stages: tl.constexpr,
     tiles: tl.constexpr,  # always 1: a tile is a head
     rows_first: tl.constexpr,  # always False
-    early_weights: tl.constexpr,  # numbers to prefetch; 0: none
     pdl: tl.constexpr,
 ) -> None:
-    pdl_sync_with_weights(weight_at, depth, splits, is_split_k, columns, step, early_weights, pdl)
+    pdl_sync(pdl)
     head = tl.program_id(1)  # a tile is a head: queries, then keys, then values
     half: tl.constexpr = dim // 2
     token = program_tokens(tokens)

@@ -45,8 +45,6 @@ from paceline.backends.cuda.kernels.attention.softmax import (
     head_groups,
     kv_slots_of,
     lanes_of_tile,
-    latent_block,
-    load_latents,
     load_queries,
     merge,
     merge_partials,
@@ -257,7 +255,6 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     rope_wide: tl.constexpr,
     chunk: tl.constexpr,  # attention chunk; 0: none
     merges: tl.constexpr,  # False: the next kernel merges partials
-    early_keys: tl.constexpr,  # of latents: earlier passes have written all keys but a tile's newest
     pdl: tl.constexpr,
 ) -> None:
     number, group, kv_split, kv_splits = (
@@ -284,10 +281,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     column = (begin + kv_split) * each * _BLOCK + tl.arange(0, _BLOCK)
     seen = (column <= newest) & (column < tree_begin)
     kv_slot = kv_slots_of(column, seen, pages_at, page_size)
-    earlier = seen & (column < tl.where(each == 1, newest, 0))
     prefetch_kv(pool, kv_slot, wide, rope, pdl)  # keys and values of earlier passes
-    if early_keys:
-        early = load_latents(pool, kv_slot, earlier, dim, wide, rope, rope_wide)
     pdl_wait(pdl)
     line = row * heads + query_head
     queries = load_queries(query_at, line, is_used, dim, wide, rope, rope_wide)
@@ -295,13 +289,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     merged, tile = empty_softmax(lanes, wide), (first, count, in_tile, tree_begin)
     if (each == 1) & ((begin + kv_split + 1) * _BLOCK <= tree_begin):
         visible = visible_positions(column, sight)
-        if early_keys:
-            last = load_latents(pool, kv_slot, seen & (column >= newest), dim, wide, rope, rope_wide)
-            is_early = earlier[:, None]
-            keys = tl.where(is_early, early[0], last[0]), tl.where(is_early, early[1], last[1])
-            merged = latent_block(queries, keys, visible, scale, softcap)
-        else:
-            merged = contiguous_block(queries, kv_slot, seen, visible, scale, pool, dim, softcap, rope)
+        merged = contiguous_block(queries, kv_slot, seen, visible, scale, pool, dim, softcap, rope)
         if (not merges) | (end - oldest > 1):
             store_partial(
                 merged, (line * max_partials + begin + kv_split).to(tl.int64), partials_at, is_used, dim
@@ -427,7 +415,6 @@ def attend(
         max(16, triton.next_power_of_2(rope)),
         scoring.chunk,
         merges,
-        rope > 0 and tables.newest_only,
         pdl,
         num_warps=warps,
         enable_fp_fusion=False,

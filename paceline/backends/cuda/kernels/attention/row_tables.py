@@ -46,11 +46,6 @@ class RowTables:
     adapters: torch.Tensor | None = None  # [rows] number of each row's adapter, -1: none; None: no adapters
     windows: WindowTables | None = None  # of the window group; None: the pool has none
 
-    @property
-    def newest_only(self) -> bool:
-        """Whether each request has one row, and all keys before it were written before the step."""
-        return self.uniform is not None and self.uniform.settled and self.uniform.span == 1
-
     def in_windows(self) -> RowTables:
         """The tables for layers of the window group: their rows see no shared prefixes."""
         if self.windows is None:

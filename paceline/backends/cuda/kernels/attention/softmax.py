@@ -158,15 +158,6 @@ def key_products(queries, key, pool, kv_slot, seen, rope: tl.constexpr):  # type
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def load_latents(  # type: ignore[no-untyped-def]
-    pool, kv_slot, seen, dim: tl.constexpr, wide: tl.constexpr, rope: tl.constexpr, rope_wide: tl.constexpr
-):
-    """The latents and RoPE parts of these KV slots: [block, wide] and [block, rope_wide]."""
-    latent = load_kv(pool[0], kv_slot, seen, pool[3], dim, wide)
-    return latent, load_kv(pool[1], kv_slot, seen, pool[3], rope, rope_wide)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def sight_of(position, window, earliest, chunk: tl.constexpr):  # type: ignore[no-untyped-def]
     """The first and last position that each lane attends to, by causal mask, window and chunk."""
     first = tl.zeros_like(position) + earliest
@@ -257,17 +248,6 @@ def contiguous_block(  # type: ignore[no-untyped-def]
     products = key_products(queries, key, pool, kv_slot, seen, rope)
     row_max, weights = softmax_weights(products, visible, scale, softcap)
     return row_max, tl.sum(weights, 1), tl.dot(weights.to(value.dtype), value)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def latent_block(queries, keys, visible, scale, softcap: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The same for the latents and RoPE parts of a block, which have been loaded."""
-    query, rotated = queries
-    latent, rotated_key = keys
-    products = tl.dot(query, tl.trans(latent))
-    products = tl.dot(rotated, tl.trans(rotated_key), products)
-    row_max, weights = softmax_weights(products, visible, scale, softcap)
-    return row_max, tl.sum(weights, 1), tl.dot(weights.to(latent.dtype), latent)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -29,30 +29,27 @@ from paceline.backends.cuda.kernels.products.matmul import (
     apply_scales,
     halves,
     matmul_split,
-    prefetch_weights,
     sum_of_squares,
 )
-from paceline.backends.cuda.kernels.products.matrix import Matrix, Normed, stages_for
-
-EARLY_NUMBERS = 32 << 10  # of the down projection's weights, that a program prefetches at most
+from paceline.backends.cuda.kernels.products.matrix import Normed, stages_for
 
 
 @triton.jit
-def _load_block(blocks_at, block_line, block):  # type: ignore[no-untyped-def]
-    """A block: its expert, the first index in the expert's list, and its number of rows."""
-    at = blocks_at + block
+def _load_block(blocks_at, block_line):  # type: ignore[no-untyped-def]
+    """This program's block: its expert, the first index in the expert's list, and its number of rows."""
+    at = blocks_at + tl.program_id(1)
     expert, first = tl.load(at, cache_modifier=".cg"), tl.load(at + block_line, cache_modifier=".cg")
     return expert, first, tl.load(at + 2 * block_line, cache_modifier=".cg")
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _block_pairs(  # type: ignore[no-untyped-def]
-    lists_at, list_line, block, expert, first, count, tokens: tl.constexpr, is_alone: tl.constexpr
+    lists_at, list_line, expert, first, count, tokens: tl.constexpr, is_alone: tl.constexpr
 ):
     """The pairs of a block [tokens], padded by repeating the last, and which of them are real."""
     token = tl.arange(0, tokens)
     if is_alone:
-        pair = block + tl.zeros([tokens], tl.int32)
+        pair = tl.program_id(1) + tl.zeros([tokens], tl.int32)
     else:
         pair = tl.load(lists_at + expert * list_line + first + tl.minimum(token, count - 1))
     return pair, token < count
@@ -77,9 +74,6 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     has_bias: tl.constexpr,
     scales_inputs: tl.constexpr,  # routing weights scale the experts' input
     chosen: tl.constexpr,
-    routed: tl.constexpr,  # experts that are not shared
-    shared: tl.constexpr,  # known experts, whose programs come first; 0: none, or of several rows
-    early_weights: tl.constexpr,  # prefetch those of shared experts
     columns: tl.constexpr,
     tokens: tl.constexpr,
     step: tl.constexpr,
@@ -88,19 +82,13 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     is_alone: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
-    tile, block = tl.program_id(0), tl.program_id(1)
-    if shared > 0:
-        block = (block + chosen - shared) % chosen  # a row's shared experts are its last
-        if early_weights and block >= chosen - shared:
-            known = routed + block - (chosen - shared)
-            tile_at = weight_at + ((known * tl.num_programs(0) + tile) * columns).to(tl.int64) * depth
-            prefetch_weights(tile_at, 0, columns * depth)
+    tile = tl.program_id(0)
     pdl_wait(pdl)
     # launch dependents after the wait: _down_kernel reads blocks before its own wait, so `route` must be done
     pdl_launch(pdl)
-    expert, first, count = _load_block(blocks_at, block_line, block)
+    expert, first, count = _load_block(blocks_at, block_line)
     if count > 0:
-        pair, is_there = _block_pairs(lists_at, list_line, block, expert, first, count, tokens, is_alone)
+        pair, is_there = _block_pairs(lists_at, list_line, expert, first, count, tokens, is_alone)
         matrix_tile, row = expert * tl.num_programs(0) + tile, pair // chosen
         factor = tl.load(factors_at + row)[None, :]
         if scales_inputs:
@@ -149,7 +137,6 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     list_line,
     block_line,
     has_bias: tl.constexpr,
-    early_weights: tl.constexpr,  # numbers of a program's weights to prefetch; 0: none
     columns: tl.constexpr,
     tokens: tl.constexpr,
     step: tl.constexpr,
@@ -159,18 +146,14 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     pdl: tl.constexpr,
 ) -> None:
     pdl_launch(pdl)
-    tile, block = tl.program_id(0), tl.program_id(1)
+    tile = tl.program_id(0)
     # before the wait: this kernel starts after every program of _gate_up_kernel has waited for `route`, which
     # wrote the blocks; the next kernel that writes them comes after this one
-    expert, first, count = _load_block(blocks_at, block_line, block)
-    matrix_tile = expert * tl.num_programs(0) + tile
-    if early_weights > 0:  # noqa: SIM102 -- resolved at compile time
-        if count > 0:
-            tile_at = weight_at + (matrix_tile * columns).to(tl.int64) * depth
-            prefetch_weights(tile_at, 0, tl.minimum(columns * depth, early_weights))
+    expert, first, count = _load_block(blocks_at, block_line)
     pdl_wait(pdl)
     if count > 0:
-        pair, is_there = _block_pairs(lists_at, list_line, block, expert, first, count, tokens, is_alone)
+        matrix_tile = expert * tl.num_programs(0) + tile
+        pair, is_there = _block_pairs(lists_at, list_line, expert, first, count, tokens, is_alone)
         total = matmul_split(
             rows_at,
             pair,
@@ -247,22 +230,10 @@ def add_experts(
     rows = len(slot_mapping)
     tokens = block_rows(mixture, rows)
     if not has_parts:
-        has_parts = routes_parts(rows)
-        buffers = routing.parts, routing.arrivals, routing.scores
-        score_rows(scored, mixture.router, *buffers, rows, sums=not has_parts)
+        score_rows(scored, mixture.router, routing.parts, routing.arrivals, routing.scores, rows)
     route(mixture, read, slot_mapping, routing, tokens, has_parts)
     _run_blocks(mixture, read, routing, rows, tokens)
     _combine(mixture, routing, hidden, norm, normed, rows)
-
-
-def routes_parts(rows: int) -> bool:
-    """Whether `route` adds up the parts of scores of a kernel of their own, instead of that kernel."""
-    return rows == 1
-
-
-def has_early_weights(experts: Matrix) -> bool:
-    """Whether weights of known experts are prefetched into L2 while they wait for the others' choice."""
-    return experts.tiling.packing == "none"
 
 
 def _run_blocks(mixture: Mixture, read: Normed, routing: Routing, rows: int, tokens: int) -> None:
@@ -292,9 +263,6 @@ def _run_blocks(mixture: Mixture, read: Normed, routing: Routing, rows: int, tok
         gate_up.bias is not None,
         mixture.moe.scaled_inputs,
         mixture.chosen,
-        mixture.moe.num_experts,
-        mixture.shared if is_alone else 0,
-        pdl and has_early_weights(gate_up),
         gate_up.tiling.columns,
         tokens,
         gate_up.tiling.step,
@@ -319,7 +287,6 @@ def _run_blocks(mixture: Mixture, read: Normed, routing: Routing, rows: int, tok
         routing.lists.shape[1],
         routing.blocks.shape[1],
         down.bias is not None,
-        EARLY_NUMBERS if pdl and is_alone and has_early_weights(down) else 0,
         down.tiling.columns,
         tokens,
         down.tiling.step,

@@ -3,8 +3,7 @@
 A score is a sum of parts, one for each tile of 64 columns of the residual stream. With few rows and experts,
 each program that finishes a tile of the stream (linear.py) also stores its part of all scores, which saves
 the latency of a kernel; `route` sums the parts. With more of either, a separate kernel computes scores in the
-same order: for few rows it has a program for each part, and the last to finish sums them (split-K). The parts
-of a row alone are left to `route`.
+same order: for few rows it has a program for each part, and the last to finish sums them (split-K).
 """
 
 from __future__ import annotations
@@ -101,7 +100,6 @@ def _split_scores_kernel(  # type: ignore[no-untyped-def]
     row_count,
     line,
     tiles: tl.constexpr,  # of the residual stream
-    sums: tl.constexpr,  # the last program adds parts up
     tokens: tl.constexpr,
     step: tl.constexpr,
     pdl: tl.constexpr,
@@ -117,8 +115,6 @@ def _split_scores_kernel(  # type: ignore[no-untyped-def]
     own = tl.dot(weights, tl.load(at, mask=real, other=0.0))
     to = parts_at + token[None, :] * (tiles * line) + expert[:, None]
     tl.store(to + tile * line, own, mask=real)
-    if not sums:
-        return
     tl.debug_barrier()
     if tl.atomic_add(arrivals_at + number, 1, sem="acq_rel") == tiles - 1:
         total = tl.load(to, mask=real, other=0.0, cache_modifier=".cg")
@@ -140,17 +136,11 @@ def stages_for(tokens: int, rows: torch.Tensor) -> int:
 
 
 def score_rows(
-    read: Normed,
-    router: Matrix,
-    parts: torch.Tensor,
-    arrivals: torch.Tensor,
-    scores: torch.Tensor,
-    rows: int,
-    sums: bool = True,
+    read: Normed, router: Matrix, parts: torch.Tensor, arrivals: torch.Tensor, scores: torch.Tensor, rows: int
 ) -> None:
     """Write router scores to `scores` [rows, padded experts], before the norm's factor and the bias.
 
-    `parts` and `arrivals` are buffers of Routing. Without `sums`, few rows have their parts written only.
+    `parts` and `arrivals` are buffers of Routing.
     """
     tokens, pdl = min(FEW_ROWS, token_tile(rows)), supports_pdl(scores.device)
     if rows <= FEW_ROWS:
@@ -165,7 +155,6 @@ def score_rows(
             rows,
             scores.shape[1],
             tiles,
-            sums,
             tokens,
             router.tiling.step,
             pdl,

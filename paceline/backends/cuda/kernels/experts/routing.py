@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.backends.cuda.kernels.experts.router import FEW_ROWS, MAX_PARTS
+from paceline.backends.cuda.kernels.experts.router import FEW_ROWS
 from paceline.backends.cuda.kernels.pdl import pdl_sync, supports_pdl
 from paceline.backends.cuda.kernels.products.matmul import load_squares, norm_factor
 from paceline.backends.cuda.kernels.products.matrix import MIN_TOKENS, Matrix, Normed, row_tile
@@ -16,7 +16,6 @@ from paceline.backends.cuda.weights.shard import TILE
 from paceline.models.config import MoeConfig
 
 LOWEST = tl.constexpr(-3.0e38)  # below all scores but those of padding and of experts already chosen
-WARPS = 4  # that add up many parts of scores; one warp takes maxima faster
 CHOSEN = tl.constexpr(-(1 << 31))  # below the integers of all scores
 
 
@@ -398,7 +397,6 @@ def route(
     """Choose every row's experts by their scores, and split the experts' rows into blocks of `tokens`."""
     pdl, moe, bias = supports_pdl(read.rows.device), mixture.moe, mixture.router.bias
     groups = read.squares.shape[1]
-    parts, experts = routing.parts.shape[1] if has_parts else 1, triton.next_power_of_2(moe.num_experts)
     _route_kernel[(len(slot_mapping),)](
         routing.parts if has_parts else routing.scores,
         read.squares,
@@ -427,20 +425,20 @@ def route(
         moe.weight_scale,
         mixture.factors is not None,
         bias is not None,
-        parts,
+        routing.parts.shape[1] if has_parts else 1,
         moe.experts_per_token,
         mixture.shared,
         mixture.is_gated,
         len(slot_mapping) == 1,
         tokens,
         triton.next_power_of_2(mixture.chosen),
-        experts,
+        triton.next_power_of_2(moe.num_experts),
         triton.next_power_of_2(moe.groups),
         triton.next_power_of_2(mixture.experts),
         triton.next_power_of_2(routing.blocks.shape[1]),
         triton.next_power_of_2(groups),
         pdl,
-        num_warps=1 if parts * experts <= MAX_PARTS else WARPS,
+        num_warps=1,
         enable_fp_fusion=False,
         launch_pdl=pdl,
     )

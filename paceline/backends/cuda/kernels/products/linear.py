@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from paceline.backends.cuda.kernels.experts.router import Scores, prefetch_router, store_scores
+from paceline.backends.cuda.kernels.pdl import pdl_sync
 from paceline.backends.cuda.kernels.products.activations import activated
 from paceline.backends.cuda.kernels.products.fp8 import store_fp8
 from paceline.backends.cuda.kernels.products.low_rank import LowRankRows, add_low_rank, added_by
@@ -20,7 +21,6 @@ from paceline.backends.cuda.kernels.products.matmul import (
     load_squares,
     matmul_tiles,
     norm_factor,
-    pdl_sync_with_weights,
     program_tokens,
     sum_of_squares,
 )
@@ -61,10 +61,9 @@ def _project_kernel(  # type: ignore[no-untyped-def]
     stages: tl.constexpr,
     tiles: tl.constexpr,
     rows_first: tl.constexpr,
-    early_weights: tl.constexpr,  # numbers to prefetch; 0: none
     pdl: tl.constexpr,
 ) -> None:
-    pdl_sync_with_weights(weight_at, depth, splits, is_split_k, columns, step, early_weights, pdl)
+    pdl_sync(pdl)
     column = tl.program_id(1) * tiles * columns + tl.arange(0, tiles * columns)
     token = program_tokens(tokens)
     squares = load_squares(squares_at, token, groups, max_groups)
@@ -131,10 +130,9 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     stages: tl.constexpr,
     tiles: tl.constexpr,
     rows_first: tl.constexpr,
-    early_weights: tl.constexpr,  # numbers to prefetch; 0: none
     pdl: tl.constexpr,
 ) -> None:
-    pdl_sync_with_weights(weight_at, depth, splits, is_split_k, columns, step, early_weights, pdl)
+    pdl_sync(pdl)
     is_gated: tl.constexpr = activation != "relu2"
     written: tl.constexpr = tiles * columns // (2 if is_gated else 1)
     column = tl.program_id(1) * written + tl.arange(0, written)
@@ -214,7 +212,6 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     stages: tl.constexpr,
     tiles: tl.constexpr,
     rows_first: tl.constexpr,
-    early_weights: tl.constexpr,  # numbers to prefetch; 0: none
     pdl: tl.constexpr,
 ) -> None:
     first = tl.program_id(1) * tiles
@@ -223,7 +220,7 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     norm = tl.load(norm_at + column).to(tl.float32)[:, None]
     if experts > 0 and pdl:
         prefetch_router(router_at, first, padded_width, experts, router_step)
-    pdl_sync_with_weights(weight_at, depth, splits, is_split_k, columns, step, early_weights, pdl)
+    pdl_sync(pdl)
     offset = token[None, :] * padded_width + column[:, None]
     # with many rows or packed weights, the product needs the registers
     is_early: tl.constexpr = not rows_first and (tokens < 64 or packing == "none" or packing == "e4m3")

@@ -19,12 +19,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from paceline.backends.cuda.kernels.pdl import pdl_launch, pdl_wait, prefetch
 from paceline.backends.cuda.kernels.products.fp8 import fp8_matmul
 from paceline.backends.cuda.kernels.products.unpacking import packed_matmul, words_of_scales
-
-LINE = tl.constexpr(64)  # numbers of a cache line, of 16 bits
-LINES = tl.constexpr(256)  # that a program prefetches at once
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -56,41 +52,6 @@ def _matmul(  # type: ignore[no-untyped-def]
             offset = tl.multiple_of(at // step * (step * columns) + at % step, 64)
         total = tl.dot(tl.load(weights + offset), tl.load(rows + at, mask=real[None, :], other=0.0), total)
     return total
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def prefetch_weights(at, begin, end) -> None:  # type: ignore[no-untyped-def]
-    """Prefetch contiguous weights of 16 bits, from `begin` to `end`, into L2."""
-    line = tl.arange(0, LINES) * LINE
-    for first in tl.range(begin, end, LINES * LINE):
-        prefetch(at + tl.minimum(first + line, end - LINE))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def pdl_sync_with_weights(  # type: ignore[no-untyped-def]
-    weight_at,
-    depth,
-    splits: tl.constexpr,
-    is_split_k: tl.constexpr,
-    columns: tl.constexpr,
-    step: tl.constexpr,
-    early_weights: tl.constexpr,
-    pdl: tl.constexpr,
-) -> None:
-    """`pdl_sync`, during which the first `early_weights` of this program's weights come into L2.
-
-    Weights do not depend on earlier kernels, and are contiguous: a tile, or a split of one.
-    """
-    pdl_launch(pdl)
-    if early_weights > 0:
-        steps, begin, end = depth // step, 0, depth
-        if is_split_k:
-            split = tl.program_id(2)
-            begin, end = split * steps // splits * step, (split + 1) * steps // splits * step
-        tile_at = weight_at + (tl.program_id(1) * columns).to(tl.int64) * depth
-        first = begin * columns
-        prefetch_weights(tile_at, first, tl.minimum(end * columns, first + early_weights))
-    pdl_wait(pdl)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -31,7 +31,6 @@ MAX_STAGES = 6  # pipeline stages
 MAX_RESIDENT = 4  # programs per multiprocessor up to which stages are reduced so that all are resident
 MULTIPROCESSORS = 132  # of an H100 or H200
 FEW_PROGRAMS = 264  # two per multiprocessor
-SOME_WEIGHTS = 32 << 10  # that a program prefetches where there are two on each multiprocessor
 WIDE = 128  # columns of a program that loops over all splits, if there are ENOUGH_PROGRAMS of them
 ENOUGH_PROGRAMS = 96  # about one per multiprocessor
 SMALL_BYTES = 4 << 20  # a matrix up to this size may be read once per row tile: it stays in L2
@@ -194,8 +193,6 @@ def launch_for(matrix: Matrix, rows: int, most_tiles: int = 1) -> Launch:
     is_split_k = False
     if not rows_first:
         tiles, is_split_k = split_of(matrix, tokens, row_tiles, most_tiles == MAX_TILES)
-    programs = matrix.tiles * (tiling.splits if is_split_k else 1)
-    is_early = pdl and tiling.packing == "none" and row_tiles == tiles == 1
     options = {
         "splits": tiling.splits,
         "is_split_k": is_split_k,
@@ -206,24 +203,12 @@ def launch_for(matrix: Matrix, rows: int, most_tiles: int = 1) -> Launch:
         "stages": stages_for(matrix, tokens, tiles, rows_first),
         "tiles": tiles,
         "rows_first": rows_first,
-        "early_weights": early_weights(programs) if is_early else 0,
         "pdl": pdl,
         "num_warps": MANY_WARPS if rows_first else tiling.warps * tiles,
         "enable_fp_fusion": False,
         "launch_pdl": pdl,
     }
     return Launch((row_tiles, matrix.tiles // tiles, tiling.splits if is_split_k else 1), options)
-
-
-def early_weights(programs: int) -> int:
-    """How many weights each of this many programs prefetches into L2 before it waits for its input.
-
-    Few programs read much each, and late. Two on each multiprocessor are a full load of memory: so much only
-    that memory is busy until they run. More do not run at once.
-    """
-    if programs <= MULTIPROCESSORS:
-        return 1 << 30
-    return SOME_WEIGHTS if programs <= FEW_PROGRAMS else 0
 
 
 def has_many_rows(matrix: Matrix, tokens: int, row_tiles: int, tiles: int) -> bool:
