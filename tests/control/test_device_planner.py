@@ -383,6 +383,20 @@ def test_a_plan_is_not_blamed_for_what_slows_all_plans_down():
     assert costs.seconds(two, 1, 0) == pytest.approx(1.2, rel=0.05)
 
 
+def test_what_drafts_cost_the_host_is_learned_from_a_few_passes_between_plain_ones():
+    """Start-up times only the device. Drafted passes are outside of the gate then, but plain ones are not."""
+    costs, two, three = DevicePassCosts(), DraftPlan("head", 2), DraftPlan("head", 3)
+    for plan, seconds in ((PLAIN, 1.0), (two, 1.2), (three, 1.3)):
+        costs.expect(plan, 64, seconds)
+    for _ in range(2):
+        for plan, seconds in ((PLAIN, 1.0), (two, 2.2)):
+            for _ in range(8):
+                costs.observe(plan, 64, 0, seconds)
+    assert costs.seconds(PLAIN, 64, 0) == pytest.approx(1.0, rel=0.05)
+    assert costs.seconds(two, 64, 0) == pytest.approx(2.2, rel=0.05)
+    assert costs.seconds(three, 64, 0) == pytest.approx(2.3, rel=0.05)  # never used
+
+
 def test_what_was_learned_on_the_device_is_known_to_the_next_engine(tmp_path):
     memory = Memory(tmp_path / "memory.json")
     first = controller(memory=memory)

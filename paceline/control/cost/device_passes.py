@@ -44,7 +44,9 @@ class DevicePassCosts:
         self._max_requests: dict[DraftPlan, int] = {}  # of those measurements
         self._seen: dict[Kind, tuple[float, int]] = {}  # mean seconds, and of how many passes
         self._drifts: dict[Load, Drift] = {}  # of all plans
-        self._own_drifts: dict[Kind, Drift] = {}  # of one plan, added to that of all
+        self._own_drifts: dict[Load, dict[DraftPlan, Drift]] = {}  # of one plan, added to that of all
+        # error of a plan's last passes, in plain passes, if they were outside of the validation gate
+        self._rejected: dict[Load, dict[DraftPlan, float]] = {}
         self._guesses: dict[Load, Drift] = {}  # of loads without passes, until the next pass is counted
         self._new: tuple[Kind, list[float]] = ((PLAIN, 1, 0), [])  # seconds of the last passes, not counted
         self._catch_up: float | None = None  # seconds per token, measured at start-up
@@ -90,18 +92,26 @@ class DevicePassCosts:
     def _observe_drift(self, kind: Kind, seconds: float, number: int) -> bool:
         """Update the shared drift and this plan's own from passes that took `seconds` more than expected.
 
-        False if they are outside of the validation gate, and so do not count. The gate widens with every such
-        pass, so that what passes take from now on is learned at last.
+        False if they are outside of the validation gate, and so do not count: they may have waited for
+        another process. The gate widens with every such pass, so that what passes take from now on is learned
+        at last. If passes by another plan come next and are inside, the rejected ones did not wait: their
+        error becomes uncertainty about their plan alone, and its next passes count.
         """
-        config, (_, requests, context) = CONFIG.device_passes, kind
-        error = seconds / self._unit(requests)
-        shared = self._drifts.setdefault((requests, context), self._shared_drift(requests, context))
-        own = self._own_drifts.setdefault(kind, Drift(0.0, config.own_deviation**2))
+        config, (plan, requests, context) = CONFIG.device_passes, kind
+        load, error = (requests, context), seconds / self._unit(requests)
+        shared = self._drifts.setdefault(load, self._shared_drift(requests, context))
+        plans, rejected = self._own_drifts.setdefault(load, {}), self._rejected.setdefault(load, {})
+        own = plans.setdefault(plan, Drift(self._own_drift(plan, load), config.own_deviation**2))
         shared.variance += number * config.drift**2
         own.variance += number * config.own_drift**2
         total = shared.variance + own.variance + config.noise**2 / number
         if error > config.gate * math.sqrt(total):
+            rejected[plan] = error
             return False
+        rejected.pop(plan, None)
+        for other, unexplained in rejected.items():
+            plans[other].variance += unexplained**2
+        rejected.clear()
         shared.update(error, total)
         own.update(error, total)
         return True
@@ -114,6 +124,17 @@ class DevicePassCosts:
         if load not in self._guesses:
             self._guesses[load] = self._nearest_drift(requests, context)
         return self._guesses[load]
+
+    def _own_drift(self, plan: DraftPlan, load: Load) -> float:
+        """What passes by a plan take longer than those of all plans do. A drafting plan without passes under
+        this load differs as the one nearest to it does: what a draft takes on the host is the same for both.
+        """
+        plans = self._own_drifts.get(load, {})
+        if plan in plans:
+            return plans[plan].value
+        others = [other for other in plans if other.budget and plan.budget]
+        nearest = min(others, key=lambda other: abs(other.budget - plan.budget), default=None)
+        return 0.0 if nearest is None else plans[nearest].value
 
     def _nearest_drift(self, requests: int, context: int) -> Drift:
         """The first guess under a load: what was learned under the nearest one, or by an earlier engine."""
@@ -170,8 +191,7 @@ class DevicePassCosts:
         kind = plan, requests, context
         measured = self._measured.get((plan, requests))
         if measured is not None:
-            own = self._own_drifts.get(kind)
-            drift = self._shared_drift(requests, context).value + (0.0 if own is None else own.value)
+            drift = self._shared_drift(requests, context).value + self._own_drift(plan, (requests, context))
             return max(measured + drift * self._unit(requests), 0.5 * measured) if drift else measured
         if kind in self._seen:
             return self._seen[kind][0]

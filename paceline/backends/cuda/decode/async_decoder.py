@@ -1,6 +1,6 @@
 """CudaAsyncDecoder: initializes slots, launches decode passes, and reads their tokens later.
 
-There is one decode loop for each DeviceDraft (drafter and length). All loops share the state of the requests.
+There is one decode loop for each DeviceDraft (draft_loops.py). All loops share the state of the requests.
 A pass by another loop than the last one, or over other slots, first writes its rows again.
 """
 
@@ -10,48 +10,30 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from paceline.backends.async_decoding import DecodeOutput, DeviceDraft, DraftedRows, SlotInits
 from paceline.backends.cuda.decode.decode_loop import DecodeLoop, make_requests
-from paceline.backends.cuda.decode.draft_networks import DraftNetwork, ModelNetwork
-from paceline.backends.cuda.decode.draft_shape import DraftShape, chain_shape, tree_shape
+from paceline.backends.cuda.decode.draft_loops import DraftLoops, Loop
+from paceline.backends.cuda.decode.loop_timing import capture_and_time
+from paceline.backends.cuda.decode.page_sender import PageSender
 from paceline.backends.cuda.decode.slot_writer import SlotWriter
-from paceline.backends.cuda.heads.head import HeadPool
 from paceline.backends.cuda.kernels.recurrent.types import StateTensors
-from paceline.backends.cuda.passes.buffers import Buffer, make_buffer
-from paceline.backends.cuda.passes.graphs import bucket, buckets, device_seconds
+from paceline.backends.cuda.passes.buffers import Buffer
+from paceline.backends.cuda.passes.graphs import bucket
 from paceline.backends.cuda.passes.kv_pool import Pool
-from paceline.backends.cuda.passes.shared_prefix import find_shared_prefixes, no_shared_prefix, uniform_rows
-from paceline.backends.cuda.passes.tables import to_device
+from paceline.backends.cuda.passes.shared_prefix import find_shared_prefixes, uniform_rows
 from paceline.backends.cuda.weights.model_weights import Weights
 from paceline.backends.torch.parallel.calls import made_on_all_ranks, on_all_ranks
 from paceline.backends.torch.parallel.ranks import Ranks
-from paceline.core.arrays import Float32Array, Int32Array
-from paceline.core.forward import KeptFeatures, WindowGroup
+from paceline.core.arrays import Float32Array, Int32Array, Int64Array
+from paceline.core.forward import KeptFeatures
 from paceline.core.request import SamplingNeeds
 
-Int64Array = npt.NDArray[np.int64]
-
 logger = logging.getLogger(__name__)
-
-BUFFERS = 4  # result buffers per loop: more than passes in flight, so no result is overwritten unread
-TIMED_CONTEXT = 256  # tokens of each request in timed passes: typical of a chat
-
-
-@dataclass(frozen=True)
-class Loop:
-    """The decode loop of one DeviceDraft, with its result buffers."""
-
-    steps: DecodeLoop
-    buffers: deque[Buffer]  # the next one first
-    most: int  # most requests of a pass
-    width: int  # most new tokens of a request in a pass
 
 
 @dataclass(frozen=True)
@@ -84,25 +66,20 @@ class CudaAsyncDecoder:
     ) -> None:
         """Passes without a draft return the features of these layers, or store them in a head's pool."""
         self.device, self.ranks = weights.device, ranks
-        self._weights, self._pool, self._longest, self._page_size = weights, pool, longest, page_size
-        self._feature_layers, self._kept, self._states = feature_layers, kept, states
-        self._rows = bucket(slots)
+        self._weights, self._page_size = weights, page_size
         has_windows = pool.windows is not None
         self._requests = make_requests(slots, longest, page_size, self.device, has_windows)
         self._writer = SlotWriter(self._requests, weights.config.vocab_size, weights.adapters)
-        # copies of the device's tables
-        self._pages, self._window_pages = np.zeros((2, *self._requests.pages.shape), dtype=np.int32)
+        self._pages = PageSender(self._requests, pool, page_size)
+        self._loops = DraftLoops(weights, pool, self._requests, page_size, feature_layers, kept, states)
         # [slots] upper bound of the computed tokens, and their number at `join`
         self._lengths, self._joined = np.zeros((2, slots), dtype=np.int32)
         self.supported_sampling = SamplingNeeds.TRUNCATION | SamplingNeeds.LOGPROBS | SamplingNeeds.TOKEN_MASK
         if self._writer.edits is not None:
             self.supported_sampling |= SamplingNeeds.LOGIT_EDITS
-        self._loops: dict[DeviceDraft | None, Loop] = {}
-        self._raw_logits = torch.empty((0, weights.config.vocab_size), device=self.device)  # see DecodeLoop
         self._known: set[DeviceDraft] = set()  # by the other ranks
-        self._last: Loop | None = (
-            None  # of the last pass, if the next one over the same slots can reuse its rows
-        )
+        # of the last pass, if the next one over the same slots can reuse its rows
+        self._last: Loop | None = None
         self._slots: list[int] = []  # of the last pass
         self._waiting: WaitingPass | None = None
         self._unread: deque[tuple[Buffer, Int64Array, int]] = deque()  # with slots and SamplingNeeds
@@ -116,7 +93,7 @@ class CudaAsyncDecoder:
     @torch.inference_mode()
     def _has_room(self, draft: DeviceDraft) -> bool:
         try:
-            self._loop(draft)
+            self._loops.get(draft)
         except torch.OutOfMemoryError as error:
             logger.warning("passes do not draft %d tokens for each request: %s", draft.length, error)
             return False
@@ -128,8 +105,7 @@ class CudaAsyncDecoder:
         """Initialize slots, or overwrite the state of slots in use."""
         self._writer.write(requests)
         self._lengths[requests.slots] = self._joined[requests.slots] = requests.lengths
-        if self._pool.windows is not None:  # an entry with an equal page may have had another window page
-            self._pages[requests.slots] = -1
+        self._pages.forget(requests.slots)
         self._last = None
 
     @on_all_ranks
@@ -169,12 +145,13 @@ class CudaAsyncDecoder:
         host_drafts: Int32Array | None,
     ) -> None:
         assert self._waiting is None, "a pass waits for token masks"
-        slot_list, rows, loop = list(slots), bucket(len(slots)), self._loop(draft)
+        slot_list, rows, loop = list(slots), bucket(len(slots)), self._loops.get(draft)
         steps, buffer = loop.steps, loop.buffers[0]
         if buffer.done is not None:
             buffer.done.synchronize()  # the buffer's last pass may not have been read
         index = np.array(slot_list)
-        self._send_pages(index, page_tables, buffer, steps.nodes)
+        unread = sum(own.tokens.shape[1] for own, _, _ in self._unread)
+        self._pages.send(index, page_tables, self._lengths[index], unread, steps.nodes, buffer.pages)
         if slot_list != self._slots or loop is not self._last:
             steps.begin(slot_list, rows)
             self._use_shared_prefix(steps, index)
@@ -237,8 +214,9 @@ class CudaAsyncDecoder:
         """Find shared prefixes of these slots, for shared-prefix attention; not with latents."""
         if self._weights.config.latent is not None:
             return
-        begins = (slots * self._pages.shape[1]).astype(np.int32)
-        pass_rows = uniform_rows(self._pages[slots], begins, self._joined[slots], steps.nodes)
+        pages = self._pages.pages
+        begins = (slots * pages.shape[1]).astype(np.int32)
+        pass_rows = uniform_rows(pages[slots], begins, self._joined[slots], steps.nodes)
         steps.use_shared_prefix(find_shared_prefixes(pass_rows, self._page_size, *self._weights.head_groups))
 
     @on_all_ranks
@@ -277,139 +255,7 @@ class CudaAsyncDecoder:
     @torch.inference_mode()
     def _prepare(self, draft: DeviceDraft | None) -> dict[int, float]:
         self._writer.prepare()
-        loop, seconds = self._loop(draft), {}
-        steps = loop.steps
-        for rows in buckets(loop.most):
-            steps.begin([], rows)
-            steps.step(rows)
-            if self._weights.adapters:
-                steps.step(rows, has_adapters=True)
-            steps.begin(self._fill_slots(rows), rows)
-            if (measured := device_seconds(self.device, partial(steps.step, rows))) is not None:
-                seconds[rows] = measured
-        steps.begin([], rows)
-        needs = int(self.supported_sampling)
-        steps.start_draft(rows)
-        steps.start_logits(rows)
-        steps.finish(rows, needs, self._writer.edits)  # compiles kernels for all sizes
-        steps.use_shared_prefix(no_shared_prefix(rows))
-        steps.step(rows)  # compiles; other sizes are captured when first needed
+        loop, needs = self._loops.get(draft), int(self.supported_sampling)
+        seconds = capture_and_time(loop, self._pages, self._page_size, needs, self._writer.edits)
         self._last = None
         return seconds
-
-    def _fill_slots(self, count: int) -> list[int]:
-        """Fill up to `count` slots with dummy requests of TIMED_CONTEXT tokens, to time passes; their slots.
-
-        They have separate pages, if there are enough. They reject all drafts, so that all drafts are timed
-        over the same context. Requests that join later overwrite them."""
-        state, slots = self._requests, min(count, len(self._lengths))
-        context = min(TIMED_CONTEXT, self._longest // 2)
-        state.lengths.fill_(context)
-        state.limits.fill_(self._longest)
-        state.most_drafted.fill_(0)
-        each = -(-2 * context // self._page_size)  # pages, with room for the tokens that passes add
-        pages = np.arange(slots * each, dtype=np.int32).reshape(slots, each) % self._pool.num_pages
-        self._pages[:slots, :each] = pages
-        state.pages[:slots, :each] = torch.from_numpy(pages).to(self.device)
-        if self._pool.windows is not None and state.window_pages is not None:
-            own = torch.from_numpy(pages % self._pool.windows.num_pages).to(self.device)
-            state.window_pages[:slots, :each] = own
-        return list(range(slots))
-
-    def _loop(self, draft: DeviceDraft | None) -> Loop:
-        """The loop of this draft, created when first needed."""
-        if draft in self._loops:
-            return self._loops[draft]
-        network: DraftNetwork | None = None
-        keeps, layers = None, self._feature_layers
-        shape, most = _shape_of(draft), self._rows
-        if draft is not None and draft.max_requests is not None:
-            most = min(most, bucket(draft.max_requests))
-        limits = (shape, most, self._longest, self._page_size)
-        if draft is not None and draft.model is not None:
-            pool, size = cast(Pool, draft.pool), self._weights.config.vocab_size
-            network = ModelNetwork(cast(Any, draft.model).weights, pool, *limits, size)
-        if draft is not None and draft.runner is not None:
-            keeps, layers = cast(HeadPool, draft.pool), draft.feature_layers
-            network = cast(Any, draft.runner).network(keeps, layers, *limits)
-        elif self._kept:
-            keeps, layers = cast(HeadPool, self._kept[0].pool), self._kept[0].layers
-        if len(self._raw_logits) < most * len(shape):
-            self._raw_logits = self._raw_logits.new_empty((most * len(shape), self._raw_logits.shape[1]))
-        steps = DecodeLoop(
-            self._weights,
-            self._pool,
-            self._requests,
-            most,
-            self._page_size,
-            network,
-            given=shape,
-            feature_layers=layers,
-            kept=keeps,
-            look_up=None if draft is None else draft.look_up,
-            host_drafts=0 if draft is None else draft.host_tokens,
-            draft_levels=None if draft is None else draft.network_length,
-            states=self._states,
-            raw_logits=self._raw_logits,
-        )
-        gives_found = draft is not None and draft.reads_texts
-        buffers = deque(
-            make_buffer(steps, gives_features=keeps is None, gives_found=gives_found) for _ in range(BUFFERS)
-        )
-        self._loops[draft] = Loop(steps, buffers, most, steps.output.shape[1])
-        return self._loops[draft]
-
-    def _send_pages(self, slots: Int64Array, page_tables: Int32Array, buffer: Buffer, nodes: int) -> None:
-        """Send the page-table entries of these slots that have changed to the device.
-
-        `nodes`: rows of each request in the pass.
-        """
-        reach = 2 * nodes  # KV indices that this pass and the next can write
-        if self._pool.windows is not None:
-            self._forget_given_again(slots, page_tables, reach, self._pool.windows)
-        used = (int(self._lengths[slots].max()) + reach) // self._page_size + 1
-        wanted = page_tables[slots, :used]
-        lines, columns = np.nonzero(wanted != self._pages[slots, :used])
-        if not len(lines):
-            return
-        values = wanted[lines, columns]
-        slots_of = slots[lines]
-        self._pages[slots_of, columns] = values
-        indices = slots_of * self._pages.shape[1] + columns
-        values = np.maximum(values, 0)  # -1 is never read
-        parts, windows = [indices, values], self._pool.windows
-        if windows is not None:
-            parts.append(windows.table[values])
-            self._window_pages[slots_of, columns] = parts[-1]
-        changes = np.concatenate(parts)
-        if len(changes) <= len(buffer.pages):
-            buffer.pages[: len(changes)] = torch.from_numpy(changes)
-            there = buffer.pages[: len(changes)].to(self.device, non_blocking=True)
-        else:  # too many for the pinned buffer
-            there = to_device(changes, self.device)
-        where, *numbers = there.view(len(parts), -1)
-        for tables, own in zip((self._requests.pages, self._requests.window_pages), numbers, strict=False):
-            assert tables is not None
-            tables.view(-1)[where] = own.int()
-
-    def _forget_given_again(
-        self, slots: Int64Array, page_tables: Int32Array, reach: int, windows: WindowGroup
-    ) -> None:
-        """Mark pages that were released and taken again as unsent: they may have other window pages now.
-
-        A commit releases pages after the computed tokens only, those that a rejected draft had.
-        """
-        unread = sum(buffer.tokens.shape[1] for buffer, _, _ in self._unread)
-        first = np.maximum(self._lengths[slots] - unread, 0) // self._page_size
-        count = (unread + reach) // self._page_size + 2
-        columns = np.minimum(first[:, None] + np.arange(count), self._pages.shape[1] - 1)
-        own = windows.table[np.maximum(page_tables[slots[:, None], columns], 0)]
-        lines, numbers = np.nonzero(own != self._window_pages[slots[:, None], columns])
-        self._pages[slots[lines], columns[lines, numbers]] = -1
-
-
-def _shape_of(draft: DeviceDraft | None) -> DraftShape:
-    """The rows of a request in a pass with this draft."""
-    if draft is None or draft.branching == 1:
-        return chain_shape(0 if draft is None else draft.length)
-    return tree_shape(1 + draft.nodes, draft.branching, draft.length)

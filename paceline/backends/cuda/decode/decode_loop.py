@@ -15,56 +15,31 @@ host makes the masks from the drafts, while the device computes the logits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 
 from paceline.backends.async_decoding import NgramLookup
-from paceline.backends.cuda.decode.draft_networks import DraftNetwork, DraftRows
-from paceline.backends.cuda.decode.draft_shape import DraftShape, chain_shape, plan_step
+from paceline.backends.cuda.decode.accepted_paths import AcceptedPaths
+from paceline.backends.cuda.decode.draft_networks import DraftNetwork
+from paceline.backends.cuda.decode.draft_shape import DraftShape, chain_shape
+from paceline.backends.cuda.decode.loop_rows import LoopRows
 from paceline.backends.cuda.decode.loop_states import LoopStates
+from paceline.backends.cuda.decode.step_drafter import StepDrafter
 from paceline.backends.cuda.decode.step_sampler import StepSampler
 from paceline.backends.cuda.heads.head import HeadPool
-from paceline.backends.cuda.kernels.accept import accept_drafts, move_accepted
-from paceline.backends.cuda.kernels.attention.paged_attention import MAX_PATH, tile_height
-from paceline.backends.cuda.kernels.attention.row_tables import RowTables, UniformRows, WindowTables
-from paceline.backends.cuda.kernels.drafting.block_rows import Anchors
-from paceline.backends.cuda.kernels.drafting.draft_sampling import (
-    draft_candidates_for,
-    score_draft_tokens,
-    write_draft_tokens,
-)
+from paceline.backends.cuda.kernels.accept import accept_drafts
+from paceline.backends.cuda.kernels.attention.paged_attention import tile_height
 from paceline.backends.cuda.kernels.drafting.features import store_features
-from paceline.backends.cuda.kernels.drafting.prompt_lookup import prompt_lookup
 from paceline.backends.cuda.kernels.recurrent.types import StateTensors, recurrent_shape
 from paceline.backends.cuda.kernels.sampling.logit_edits import EditState, count_tokens
-from paceline.backends.cuda.kernels.sampling.token_masks import RowMasks
-from paceline.backends.cuda.kernels.step_rows import (
-    CONTIGUOUS_UNTIL,
-    LAST,
-    LINES,
-    POSITIONS,
-    ROPE_POSITIONS,
-    SLOT_MAPPING,
-    SOURCES,
-    TILE_COUNTS,
-    TILE_PAGES,
-    TILE_ROWS,
-    TOKENS,
-    WINDOW_MAPPING,
-    DeviceRequests,
-    ShapeTables,
-    StepRows,
-    begin_rows,
-    make_requests,
-)
+from paceline.backends.cuda.kernels.step_rows import DeviceRequests, make_requests
 from paceline.backends.cuda.model import run_layers
 from paceline.backends.cuda.native.persistent import PersistentLayers
 from paceline.backends.cuda.passes.graphs import Graphs
 from paceline.backends.cuda.passes.kv_pool import Pool
-from paceline.backends.cuda.passes.shared_prefix import SharedPrefix, SharedPrefixTables
+from paceline.backends.cuda.passes.shared_prefix import SharedPrefix
 from paceline.backends.cuda.passes.tables import to_device
 from paceline.backends.cuda.passes.workspace import Room, make_workspace
 from paceline.backends.cuda.weights.lm_head import run_lm_head
@@ -83,6 +58,10 @@ class DecodeLoop:
     accepted    [max_rows, levels + 1] the nodes at which they were sampled; only of a tree
     output      [max_rows, levels + 1] the new tokens; -1: unusable logits
     logprobs    float64 [max_rows, nodes, fields of verify/logprobs.py], for requests that ask
+
+    loop_rows   the rows of a step, `nodes` for each request; `parents` are their parents, -1 for the root
+    masks       the token masks of these rows, which the host sends
+    host_drafts int32 [max_rows, 1 + most] start and tokens of the host's optimistic drafts; or None
     """
 
     def __init__(
@@ -117,48 +96,25 @@ class DecodeLoop:
         """
         device, config = weights.device, weights.config
         self.weights, self.pool, self.requests, self.page_size = weights, pool, requests, page_size
-        self.draft, self._kept, self._look_up = draft, kept, look_up
-        self.host_drafts = None  # int32 [max_rows, 1 + most] start and tokens of the host's optimistic draft
-        if host_drafts:
-            self.host_drafts = torch.full((max_rows, 1 + host_drafts), -1, dtype=torch.int32, device=device)
+        self.draft, self._kept = draft, kept
         shape = draft.shape if draft is not None else given or chain_shape(0)
         self.feature_layers = feature_layers if draft is None else draft.feature_layers
         self.features = None if draft is None else draft.features
         if draft is None and feature_layers:
             width = len(feature_layers) * config.hidden_size
             self.features = torch.zeros((max_rows * len(shape), width), device=device)
-        catch_up_rows, always, height = (
-            (0, 0, 1) if draft is None else (draft.catch_up_rows, draft.always, draft.tile_height)
-        )
+        self.nodes, self.parents = len(shape), shape.parents
         own_height = tile_height(*weights.head_groups)
-        before_root = draft is not None and draft.reads_own_features
-        at_once = draft is not None and draft.at_once
-        self._plan = plan = plan_step(
-            shape, own_height, catch_up_rows, height, draft_levels, before_root, at_once
-        )
-        self.nodes, self._parents = len(shape), shape.parents
+        self.loop_rows = LoopRows(shape, requests, max_rows, page_size, own_height, draft, draft_levels)
         # A head has no keys and values of accepted tokens that came from a lookup. In a first step it is not
         # known which tokens these are, so it catches up on the most tokens that a step can accept.
-        reads_texts = look_up is not None and kept is not None and not always
-        self._recomputed = max(catch_up_rows, 1) if reads_texts else 1
+        self._recomputed = 1
+        if draft is not None and not draft.always and look_up is not None and kept is not None:
+            self._recomputed = draft.catch_up_rows
 
         def integers(*sizes: int) -> torch.Tensor:
             return torch.zeros(sizes, dtype=torch.int32, device=device)
 
-        self._shape = ShapeTables(
-            torch.from_numpy(plan.rows).to(device),
-            torch.from_numpy(plan.tiles).to(device),
-            torch.from_numpy(plan.paths).to(device),
-            torch.tensor(shape.parents, dtype=torch.int32, device=device),
-            shape.levels,
-            catch_up_rows,
-            always,
-            shape.is_chain,
-        )
-        most = plan.first_row(len(plan.passes)) * max_rows
-        self._rows = StepRows(integers(LINES, most), integers(1 if shape.is_chain else most, MAX_PATH))
-        self._children = [torch.from_numpy(table).to(device) for table in plan.children]
-        self._first_path = torch.tensor(shape.first_path, dtype=torch.int32, device=device)
         width = shape.levels + 1
         self.results = integers(max_rows * (2 + (1 if shape.is_chain else 2) * width))
         self.counts, self.found = self.results[: 2 * max_rows].view(2, -1)
@@ -168,8 +124,10 @@ class DecodeLoop:
             self.accepted = self.results[2 * max_rows : -max_rows * width].view(max_rows, -1)
         self._slots = integers(max_rows)
         self._adapters = integers(max_rows, self.nodes)  # of the rows of a step
-        self._sampler = StepSampler(max_rows, self._shape, weights, raw_logits)
-        self.logprobs = self._sampler.logprobs
+        self._drafter = StepDrafter(shape, self.loop_rows, self.found, draft, look_up, host_drafts)
+        self.host_drafts = self._drafter.host_drafts
+        self._sampler = StepSampler(max_rows, self.loop_rows.shape, weights, raw_logits)
+        self.logprobs, self.masks = self._sampler.logprobs, self._sampler.masks
         room = Room.of(max_rows * self.nodes, requests.tokens.shape[1])
         self._states: LoopStates | None = None
         if weights.recurrent is not None and config.recurrent is not None:
@@ -179,26 +137,7 @@ class DecodeLoop:
             room = replace(room, nodes=max(self._states.nodes, 1))
         self._workspace = make_workspace(weights, room)
         self._megakernel = PersistentLayers(weights, self._workspace, pool, page_size)
-        if draft is not None:
-            rows = max_rows * max(len(table) for table in plan.children)
-            self._draft_candidates = draft_candidates_for(rows, draft.vocab_size, shape.most_children, device)
-            self._chances = torch.zeros(rows, device=device)
-        # keys, values and features to move where accepted paths may not be contiguous (trees)
-        # with the page tables of their KV cache group
-        self._moved: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        if not shape.is_chain:
-            pools = [pool, draft.pool] if draft is not None and draft.always else [pool]
-            for each in pools:
-                for number, stack in enumerate(each.stacks):
-                    pages = requests.window_pages if number in each.windowed else requests.pages
-                    assert pages is not None
-                    self._moved.append((*stack, pages))
-            if kept is not None:
-                self._moved.append((*(kept.features[None, :, None],) * 2, requests.pages))
-        self._shared_prefix, self._uses_shared_prefix = (
-            SharedPrefixTables(max_rows * self.nodes, device),
-            False,
-        )
+        self._accepted_paths = AcceptedPaths(shape, requests, pool, draft, kept, page_size)
         self._graphs = Graphs(device)
 
     @torch.inference_mode()
@@ -213,17 +152,13 @@ class DecodeLoop:
         chosen = self._slots[:rows]
         chosen.copy_(to_device(np.array(slots + [-1] * (rows - len(slots)), np.int32), chosen.device))
         self._graphs.run(("begin", rows), lambda: self._begin(rows))
-        self._uses_shared_prefix = False
+        self.loop_rows.use_shared_prefix(None)
         if features is not None and self.draft is not None and self.draft.features is not None:
             self._first_features(self.draft.features)[: len(slots), 0] = features
 
     def use_shared_prefix(self, shared_prefix: SharedPrefix | None) -> None:
         """Use shared-prefix attention for the requests of `begin`; None: do not."""
-        self._uses_shared_prefix = shared_prefix is not None
-        if shared_prefix is not None:
-            self._shared_prefix.send(
-                shared_prefix, [self._plan.passes[0].tiles] * len(shared_prefix.shared_chunks)
-            )
+        self.loop_rows.use_shared_prefix(shared_prefix)
 
     def _begin(self, rows: int) -> None:
         """Copy the sampling options of the slots, and write the rows of the first step."""
@@ -243,7 +178,7 @@ class DecodeLoop:
             slot_mapping = pages * self.page_size + index % self.page_size  # [rows, count]
             kept = self._kept.features[slot_mapping].float()
             self._first_features(self.draft.features)[:rows, :count] = kept
-        begin_rows(chosen, state, self._shape, self._rows, self.page_size, self._recomputed)
+        self.loop_rows.begin(chosen, self._recomputed)
 
     def _first_features(self, features: torch.Tensor) -> torch.Tensor:
         """The features for a head's first catch-up: float32 [requests, nodes, width], oldest first."""
@@ -251,7 +186,7 @@ class DecodeLoop:
 
     def drafted(self, rows: int) -> torch.Tensor:
         """The tokens of a step's nodes: int32 [rows, nodes]. The first is the root, the last known token."""
-        return self._rows.lines[TOKENS, : rows * self.nodes].view(rows, self.nodes)
+        return self.loop_rows.drafted(rows)
 
     @torch.inference_mode()
     def step(
@@ -262,10 +197,10 @@ class DecodeLoop:
         `needs`: the union of the requests' SamplingNeeds; other sampling kernels are skipped. `edits` is
         needed with LOGIT_EDITS, and must be the same in every step. `has_adapters`: a request has an adapter.
         """
-        name = rows, needs, self._uses_shared_prefix, has_adapters
+        name = rows, needs, self.loop_rows.uses_shared_prefix, has_adapters
 
         def work() -> None:
-            self._propose_rows(rows)
+            self._draft(rows)
             self._compute(rows, needs != 0, has_adapters)
             self._sample(rows, needs, edits)
 
@@ -274,13 +209,13 @@ class DecodeLoop:
     @torch.inference_mode()
     def start_draft(self, rows: int) -> None:
         """Launch the first part of a step: `drafted` holds its rows when the device is done."""
-        if self.draft is not None or self._look_up is not None or self.host_drafts is not None:
-            self._graphs.run(("draft", rows), lambda: self._propose_rows(rows))
+        if self._drafter.drafts:
+            self._graphs.run(("draft", rows), lambda: self._draft(rows))
 
     @torch.inference_mode()
     def start_logits(self, rows: int, has_adapters: bool = False) -> None:
         """Launch the second part: the logits of the rows."""
-        name = "logits", rows, self._uses_shared_prefix, has_adapters
+        name = "logits", rows, self.loop_rows.uses_shared_prefix, has_adapters
         self._graphs.run(name, lambda: self._compute(rows, True, has_adapters))
 
     @torch.inference_mode()
@@ -288,107 +223,40 @@ class DecodeLoop:
         """Launch the last part: tokens, and the next step's rows. `masks` must have been sent."""
         self._graphs.run(("sample", rows, needs), lambda: self._sample(rows, needs, edits))
 
-    @property
-    def masks(self) -> RowMasks:
-        """The token masks of a step's rows."""
-        return self._sampler.masks
-
-    @property
-    def parents(self) -> Sequence[int]:
-        """[nodes] the parents of a request's rows, -1 for the root."""
-        return self._parents
-
-    def _propose_rows(self, rows: int) -> None:
-        """Draft."""
-        if self.draft is not None:
-            self._propose(self.draft, rows)
-        if self._look_up is not None or self.host_drafts is not None:
-            prompt_lookup(
-                self._slots[:rows],
-                self.requests,
-                self._look_up,
-                None if self.host_drafts is None else self.host_drafts[:rows],
-                self._rows,
-                self._first_path,
-                self.nodes,
-                self.found,
-                kept=self._plan.drafted,
-            )
+    def _draft(self, rows: int) -> None:
+        """Write drafts to the rows of the step."""
+        sampler = self._sampler
+        self._drafter.draft(self._slots[:rows], self.requests, sampler.temperatures, sampler.seeds)
 
     def _sample(self, rows: int, needs: int, edits: EditState | None) -> None:
         """Sample the tokens of all rows, accept, and write the next step's rows."""
-        inputs = self._pass(0, rows)
-        candidates = self._sampler.sample(
-            self._workspace,
-            inputs.tokens,
-            inputs.tables.positions,
-            self._slots[:rows],
-            self.requests,
-            needs,
-            edits,
-        )
+        inputs, state, slots = self.loop_rows.pass_rows(0, rows), self.requests, self._slots[:rows]
+        tokens, positions = inputs.tokens, inputs.tables.positions
+        candidates = self._sampler.sample(self._workspace, tokens, positions, slots, state, needs, edits)
         if self._kept is not None and self.features is not None:
-            slot_mapping = self._rows.lines[SLOT_MAPPING, : rows * self.nodes]
+            slot_mapping = inputs.tables.slot_mapping
             store_features(self.features, slot_mapping, self._kept.parts, self._kept.features)
-        shape, state, slots = self._shape, self.requests, self._slots[:rows]
-        accept_drafts(
-            candidates,
-            slots,
-            state,
-            shape,
-            self._rows,
-            self.output,
-            self.counts,
-            self.accepted,
-            self.page_size,
-        )
+        results = self.output, self.counts, self.accepted
+        shape, step = self.loop_rows.shape, self.loop_rows.step
+        accept_drafts(candidates, slots, state, shape, step, *results, self.page_size)
         if needs & SamplingNeeds.LOGIT_EDITS and edits is not None:
             count_tokens(slots, edits, self.output, self.counts)
         if self._states is not None and self._workspace.recurrent is not None:
             self._states.advance(self._workspace.recurrent, slots, self.counts, self.accepted)
-        for keys, values, pages in self._moved:
-            move_accepted(keys, values, slots, state, pages, self.counts, self.accepted, self.page_size)
+        self._accepted_paths.move(slots, self.counts, self.accepted)
 
     def path_logprobs(self, rows: int) -> torch.Tensor:
         """The log-probabilities of the last step's tokens: float64 [rows, levels + 1, fields]."""
         fields = self.logprobs[:rows]
-        if self._shape.is_chain:
+        if self.loop_rows.shape.is_chain:
             return fields
         path = self.accepted[:rows, :, None].long()
         return fields.gather(1, path.expand(-1, -1, fields.shape[2]))
 
-    def _propose(self, draft: DraftNetwork, rows: int) -> None:
-        """Draft: catch up, then level by level."""
-        lines, temperatures, seeds = self._rows.lines, self._sampler.temperatures, self._sampler.seeds
-        lengths = lines[POSITIONS, : rows * self.nodes : self.nodes]  # of the roots
-        for number, children in enumerate(self._children, start=1):
-            inputs = self._pass(number, rows)
-            logits = (
-                draft.extend(inputs)
-                if number > 1
-                else draft.catch_up(inputs, lines[LAST, :rows], self._roots(rows))
-            )
-            count = rows * len(children)
-            ids, size = draft.target_ids, draft.vocab_size
-            candidates, at_once = self._draft_candidates, draft.at_once
-            score_draft_tokens(
-                logits, size, ids, temperatures, seeds, lengths, number, candidates, count, at_once
-            )
-            write_draft_tokens(candidates, children, lines[TOKENS], self._chances, temperatures, count, rows)
-
-    def _roots(self, rows: int) -> Anchors:
-        """The last known token of each request."""
-        nodes, tiles = self.nodes, self._plan.passes[0].tiles
-        tokens, positions, slot_mapping = (
-            self._rows.lines[line, : rows * nodes : nodes] for line in (TOKENS, POSITIONS, SLOT_MAPPING)
-        )
-        pages_begin = self._rows.lines[TILE_PAGES, : rows * tiles : tiles]
-        return Anchors(tokens, positions, slot_mapping, pages_begin, self.requests.pages.view(-1))
-
     def _compute(self, rows: int, joins: bool, has_adapters: bool) -> None:
         """Run the target over all nodes. `joins`: see run_lm_head."""
         weights, workspace = self.weights, self._workspace
-        inputs, count = self._pass(0, rows), rows * self.nodes
+        inputs, count = self.loop_rows.pass_rows(0, rows), rows * self.nodes
         tables, features = inputs.tables, (self.features, self.feature_layers)
         if has_adapters:
             tables = replace(tables, adapters=self._adapters[:rows].view(-1))
@@ -397,29 +265,3 @@ class DecodeLoop:
             recurrent = None if self._states is None else self._states.rows(rows, tables.slot_mapping)
             run_layers(weights, workspace, *known, self.pool, self.page_size, *features, recurrent)
         run_lm_head(weights, workspace, workspace.attention_input, count, joins)
-
-    def _pass(self, number: int, rows: int) -> DraftRows:
-        """The rows of one pass."""
-        pass_rows, lines = self._plan.passes[number], self._rows.lines
-        first, count = self._plan.first_row(number) * rows, len(pass_rows.nodes) * rows
-        row = slice(first, first + count)
-        first_tile = self._plan.first_tile(number) * rows
-        tile = slice(first_tile, first_tile + pass_rows.tiles * rows)
-        paths = None if self._shape.is_chain else self._rows.paths[row]
-        window_pages, windows = self.requests.window_pages, None
-        if window_pages is not None:
-            windows = WindowTables(lines[WINDOW_MAPPING, row], window_pages.view(-1))
-        tables = RowTables(
-            lines[POSITIONS, row],
-            lines[SLOT_MAPPING, row],
-            lines[CONTIGUOUS_UNTIL, row],
-            paths,
-            lines[TILE_ROWS, tile],
-            lines[TILE_COUNTS, tile],
-            lines[TILE_PAGES, tile],
-            self.requests.pages.view(-1),
-            UniformRows(pass_rows.tiles, self.nodes, settled=number == 0),
-            self._shared_prefix.rows() if self._uses_shared_prefix and number == 0 else None,
-            windows=windows,
-        )
-        return DraftRows(lines[TOKENS, row], tables, lines[ROPE_POSITIONS, row], lines[SOURCES, row])

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from paceline.backends.async_decoding import SlotInits
@@ -15,11 +14,9 @@ from paceline.backends.cuda.kernels.sampling.logit_edits import EditState, make_
 from paceline.backends.cuda.kernels.step_rows import DeviceRequests
 from paceline.backends.cuda.passes.graphs import Graphs, bucket, buckets
 from paceline.backends.cuda.passes.tables import to_device
-from paceline.core.arrays import Int32Array
+from paceline.core.arrays import Int32Array, Int64Array
 from paceline.core.request import SamplingNeeds
 from paceline.core.truncation import KEEPS_ALL, NUM_FIELDS
-
-Int64Array = npt.NDArray[np.int64]
 
 logger = logging.getLogger(__name__)
 

@@ -27,10 +27,12 @@ CPU = torch.device("cpu")
 class Recording:
     """In place of the decode loop: a step's token is the page that its row writes to."""
 
-    def __init__(self, requests: object, rows: int, width: int, nodes: int, host_drafts: int) -> None:
+    def __init__(
+        self, weights: object, requests: object, rows: int, width: int, nodes: int, host_drafts: int
+    ) -> None:
         from paceline.backends.cuda.kernels.sampling.token_masks import row_masks
 
-        self.requests, self.features = requests, torch.zeros(rows, 3)
+        self.weights, self.requests, self.features = weights, requests, torch.zeros(rows, 3)
         is_tree = nodes > width
         self.results = torch.full((rows * (2 + width * (1 + is_tree)),), -7, dtype=torch.int32)
         self.counts, self.found = self.results[: 2 * rows].view(2, rows)
@@ -91,7 +93,7 @@ class Recording:
 @pytest.fixture
 def loops(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
     """The decode loops, as they are made."""
-    from paceline.backends.cuda.decode import async_decoder
+    from paceline.backends.cuda.decode import draft_loops
 
     made: list[Recording] = []
 
@@ -111,11 +113,11 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
         states,
         raw_logits,
     ):  # type: ignore[no-untyped-def]
-        made.append(Recording(state, rows, 1 + given.levels, len(given), host_drafts))
+        made.append(Recording(weights, state, rows, 1 + given.levels, len(given), host_drafts))
         made[-1].raw_logits = raw_logits
         return made[-1]
 
-    monkeypatch.setattr(async_decoder, "DecodeLoop", loop)
+    monkeypatch.setattr(draft_loops, "DecodeLoop", loop)
     return made
 
 
@@ -242,7 +244,7 @@ def test_a_request_that_leaves_and_one_that_joins_begin_the_rows_anew(decoder, l
 def test_passes_are_timed_over_requests_with_a_context_and_later_ones_do_not_see_them(  # type: ignore[no-untyped-def]
     decoder, loops, monkeypatch
 ) -> None:
-    from paceline.backends.cuda.decode import async_decoder
+    from paceline.backends.cuda.decode import loop_timing
 
     timed: list[tuple[list[int], list[int]]] = []
 
@@ -252,7 +254,7 @@ def test_passes_are_timed_over_requests_with_a_context_and_later_ones_do_not_see
         timed.append((state.lengths[slots].tolist(), loops[0].output[: len(slots), 0].tolist()))
         return 1e-3 * len(slots)
 
-    monkeypatch.setattr(async_decoder, "device_seconds", run_once)
+    monkeypatch.setattr(loop_timing, "device_seconds", run_once)
     prepared = make_decoder(pool=SimpleNamespace(num_pages=45, windows=None))
     assert prepared.prepare(None) == {1: 1e-3, 2: 2e-3, 4: 4e-3, 8: 6e-3}
     # half of the longest context, and a token more; pages of their own, but for the last slot's
@@ -427,7 +429,7 @@ def test_a_pass_that_waits_for_masks_can_be_dropped(decoder, loops) -> None:  # 
 
 
 def test_drafts_without_memory_are_told(decoder, loops, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    from paceline.backends.cuda.decode import async_decoder
+    from paceline.backends.cuda.decode import draft_loops
 
     def too_large(*sizes: object, **options: object) -> None:
         raise torch.OutOfMemoryError("tried to allocate 300 MB")
@@ -435,6 +437,6 @@ def test_drafts_without_memory_are_told(decoder, loops, monkeypatch) -> None:  #
     draft = head_draft(3)
     assert decoder.has_room(draft)
     assert len(loops) == 1
-    monkeypatch.setattr(async_decoder, "DecodeLoop", too_large)
+    monkeypatch.setattr(draft_loops, "DecodeLoop", too_large)
     assert decoder.has_room(draft)
     assert not decoder.has_room(head_draft(2))

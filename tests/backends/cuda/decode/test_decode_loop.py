@@ -281,7 +281,7 @@ def test_masks_in_a_step_draft_all_levels_after_the_accepted_tokens(
     runner = CudaHeadRunner(head, max_rows=8)
     draft = runner.network(runner.make_pool(PAGES), (0, 1), chain_shape(3), ROWS, LONGEST, PAGE_SIZE)
     loop = DecodeLoop(case.weights, case.pool(), case.state, ROWS, PAGE_SIZE, draft)
-    assert len(loop._children) == 2  # passes of the head
+    assert len(loop.loop_rows.plan.passes) == 3  # two of them of the head
     draft.target_ids = torch.full((40,), right, dtype=torch.int32, device=device)
     loop.begin([1], ROWS, torch.ones(1, 64, device=device))
     loop.step(ROWS)
@@ -332,7 +332,7 @@ def test_a_head_in_a_cascade_catches_up_on_looked_up_tokens(
     count = min(computed, draft.catch_up_rows)
     slots = [int(case.state.pages[1, 0]) * PAGE_SIZE + computed - count + row for row in range(count)]
     assert draft.features[:count, 0].tolist() == slots
-    catches_up = loop._pass(1, ROWS)
+    catches_up = loop.loop_rows.pass_rows(1, ROWS)
     tokens = case.state.tokens[1, computed - count + 1 : computed + 1]
     assert catches_up.tokens[:count].tolist() == tokens.tolist()
     assert catches_up.sources[:count].tolist() == list(range(count))

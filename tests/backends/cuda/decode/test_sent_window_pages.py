@@ -6,8 +6,8 @@ over the toy model, whose own decoder computes the tokens, and each pass compare
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -34,22 +34,25 @@ CPU = torch.device("cpu")
 
 
 class SendingDecoder(ToyDecoder):
-    """Decodes as the toy does; `sender` has the device's page tables."""
+    """Decodes as the toy does; `requests` has the device's page tables."""
 
     def __init__(self, backend: Grouped, pool: object, slots: int, layers: int, longest: int) -> None:
-        from paceline.backends.cuda.decode.async_decoder import CudaAsyncDecoder
+        from paceline.backends.cuda.decode.page_sender import PageSender
+        from paceline.backends.cuda.kernels.step_rows import make_requests
 
         super().__init__(backend, pool, slots, layers)  # type: ignore[arg-type]
-        config = SimpleNamespace(num_heads=4, num_kv_heads=2, vocab_size=backend.vocab, latent=None)
-        weights = SimpleNamespace(device=CPU, config=config, head_groups=(4, 2), adapters={})
-        self.sender = CudaAsyncDecoder(weights, pool, slots, longest, backend.page_size)  # type: ignore[arg-type]
+        self.requests = make_requests(slots, longest, backend.page_size, CPU, has_windows=True)
+        self.sender = PageSender(self.requests, pool, backend.page_size)  # type: ignore[arg-type]
+        self.most_computed = np.zeros(slots, dtype=np.int32)  # upper bound of the computed tokens
+        self.in_flight: deque[tuple[Int32Array, int]] = deque()  # slots and rows of a request, by pass
         self.window, self.num_compared, self.num_wrong = backend.window, 0, 0
         if not backend.forgets:
             self.sender._forget_given_again = _nothing  # type: ignore[method-assign]
 
     def join(self, requests: SlotInits) -> None:
         super().join(requests)
-        self.sender.join(requests)
+        self.sender.forget(requests.slots)
+        self.most_computed[requests.slots] = requests.lengths
 
     def launch(
         self,
@@ -59,9 +62,9 @@ class SendingDecoder(ToyDecoder):
         host_drafts: Int32Array | None = None,
     ) -> None:
         rows, index = 1 + (0 if draft is None else draft.length), np.array(slots)
-        before = self._lengths.copy()
-        self.sender._send_pages(index, page_tables, SimpleNamespace(pages=torch.zeros(0)), rows)  # type: ignore[arg-type]
-        table, requests = self._pool.windows.table, self.sender._requests  # type: ignore[attr-defined]
+        before, unread = self._lengths.copy(), sum(width for _, width in self.in_flight)
+        self.sender.send(index, page_tables, self.most_computed[index], unread, rows, torch.zeros(0))
+        table, requests = self._pool.windows.table, self.requests  # type: ignore[attr-defined]
         assert requests.window_pages is not None
         for slot in slots:
             first = max(int(before[slot]) - self.window + 1, 0)
@@ -72,26 +75,27 @@ class SendingDecoder(ToyDecoder):
             self.num_wrong += requests.window_pages[slot, columns].tolist() != table[pages].tolist()
             self.num_compared += 1
         super().launch(slots, page_tables, draft, host_drafts)
-        self.sender._lengths[index] += rows
-        tokens = np.zeros((len(slots), rows), dtype=np.int32)
-        self.sender._unread.append((SimpleNamespace(tokens=tokens), index, 0))  # type: ignore[arg-type]
+        self.most_computed[index] += rows
+        self.in_flight.append((index, rows))
 
     def read(self) -> DecodeOutput:
         output = super().read()
-        buffer, slots, _ = self.sender._unread.popleft()
-        self.sender._lengths[slots] -= buffer.tokens.shape[1] - output.counts
+        slots, rows = self.in_flight.popleft()
+        self.most_computed[slots] -= rows - output.counts
         return output
 
     def skip(self) -> None:
         super().skip()
-        self.sender._unread.popleft()
+        self.in_flight.popleft()
 
     def drop(self) -> None:
         super().drop()
-        self.sender._unread.clear()
+        self.in_flight.clear()
 
 
-def _nothing(slots: object, page_tables: object, reach: int, windows: object) -> None:
+def _nothing(
+    slots: object, page_tables: object, lengths: object, unread: int, reach: int, windows: object
+) -> None:
     """In place of `_forget_given_again`."""
 
 

@@ -56,7 +56,7 @@ def draft_slots(loop: Any) -> torch.Tensor:
     from paceline.backends.cuda.kernels.step_rows import SLOT_MAPPING
 
     first, count = ROWS * loop.nodes, ROWS * (CHAIN + 1)
-    slots: torch.Tensor = loop._rows.lines[SLOT_MAPPING, first : first + count]
+    slots: torch.Tensor = loop.loop_rows.step.lines[SLOT_MAPPING, first : first + count]
     return slots
 
 
