@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from paceline.control.acceptance import drafter as scenarios
 from paceline.control.acceptance.model import AcceptanceModel, key_of
 from paceline.control.config import CONFIG
 from paceline.control.controller import Controller, Load, StepPlan
@@ -60,6 +61,7 @@ class AutoController(Controller):
         is empty, in the same form. `device` plans passes on the device."""
         assert plans, "there must be a drafter to choose from"
         evaluate.prepare()
+        scenarios.prepare()
         self.plans = dict(plans)
         self.costs = CostModel(plans, steps, backlogs or {})
         self.acceptance = AcceptanceModel(self.plans)

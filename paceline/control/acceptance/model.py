@@ -43,7 +43,9 @@ class AcceptanceModel:
             if lines:
                 known = [(key_of(requests[line]), requests[line].segment) for line in lines]
                 model = self.drafters[drafter, greedy]
-                chances[:, lines] = model.sample_scenarios(known, count, plan.least_chance)
+                sampled = model.sample_scenarios(known, count, plan.least_chance)
+                for place, line in enumerate(lines):
+                    chances[:, line] = sampled[:, place]
         for line, request in enumerate(requests):
             left = request.max_output - request.num_output - 1
             chances[:, line, 0 if drafter in request.failed_drafters else left :] = 0.0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.control.config import CONFIG
-from paceline.control.cost.passes import Float64Array, Numbers
+from paceline.control.cost.passes import Float64Array
 
 if TYPE_CHECKING:
     from paceline.core.stats import DraftCall
@@ -104,11 +104,10 @@ class DraftCosts:
         """Whether it is one of these drafters."""
         return drafter in self._drafters
 
-    def seconds(self, drafter: str, requests: Numbers, levels: Numbers, nodes: Numbers) -> Float64Array:
-        """[...] seconds of calls of these sizes with nothing to catch up with; 0 for those of no request."""
+    def seconds(self, drafter: str, requests: int, levels: int, nodes: int) -> float:
+        """Seconds of a call of these sizes with nothing to catch up with; 0 for no request."""
         call, request, level, node, _ = self.terms(drafter)
-        count = np.asarray(requests)
-        return np.where(count > 0, call, 0.0) + request * count + level * levels + node * nodes
+        return (call if requests else 0.0) + request * requests + level * levels + node * nodes
 
     def terms(self, drafter: str) -> list[float]:
         """Seconds of each of the TERMS."""
