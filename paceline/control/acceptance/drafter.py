@@ -49,7 +49,7 @@ class DrafterAcceptance:
             history.recent.add(extended)
             history.idle = 0
 
-    def _extended(self, confidences: Confidences, asked: int, threshold: float) -> list[float]:
+    def _extended(self, confidences: Confidences, asked: int, threshold: float) -> Float64Array:
         """The draft, extended to `depth` confidences as drafts usually continue.
 
         If it ended before `asked` nodes, the next confidence was below the threshold: half of that is
@@ -67,7 +67,7 @@ class DrafterAcceptance:
         while len(kept) < self.depth:
             kept.append(last)
             last *= self._continuation
-        return kept
+        return np.array(kept)
 
     def observe(self, key: Key, segment: str, confidences: Confidences, accepted: Sequence[bool]) -> None:
         """Update from the verified nodes of a draft."""
@@ -169,13 +169,6 @@ class DrafterAcceptance:
         self.calibration, self.drafts = calibration, drafts
         for draft in reversed(recent[: CONFIG.acceptance.shared_drafts]):
             self.recent.add(draft + [0.0] * (self.depth - len(draft)))
-
-
-def prepare() -> None:
-    """Compile what samples scenarios: the first choice would wait for that."""
-    nothing = DrafterAcceptance(1)
-    nothing.recent.sample(1, 1)
-    nothing.sample_scenarios([(("", 0), "")], 1)
 
 
 @compiled

@@ -47,7 +47,7 @@ class RecentDrafts:
         self._newest = 0
         self.count = 0
 
-    def add(self, confidences: Sequence[float]) -> None:
+    def add(self, confidences: Sequence[float] | Float64Array) -> None:
         """Add the newest draft: `depth` confidences."""
         self._newest = (self._newest or len(self._ring)) - 1
         self._ring[self._newest] = confidences

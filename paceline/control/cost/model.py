@@ -66,7 +66,7 @@ class CostModel:
 
     def observe_pass(self, stats: StepStats) -> None:
         """Update from a step without prefill, apart from its drafts."""
-        seconds = stats.total_time - stats.draft_time - stats.verify_time
+        seconds = stats.plan_time + stats.build_time + stats.forward_time + stats.commit_time
         self.passes.observe(stats.rows, stats.attended, seconds)
         per_token = stats.verify_time / max(1, stats.new_tokens)
         self.per_token += CONFIG.passes.per_token_rate * (per_token - self.per_token)

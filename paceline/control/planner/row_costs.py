@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from paceline.control.cost import StepCosts
+from paceline.compiling import compiled
+from paceline.control.cost import Float64Array, StepCosts
 
 BoolArray = npt.NDArray[np.bool_]
 ROW_SPAN = 4  # rows over which the cost of one more is averaged: the table has steps
@@ -55,16 +55,17 @@ class RowCosts:
         return (self.listed[last] - self.listed[first]) / max(1, last - first)
 
 
-def worth_verifying(chances: Sequence[float], costs: RowCosts, rate: float) -> int:
-    """How many nodes to verify, given their chances in descending order and the tokens per second `rate`.
+@compiled
+def worth_verifying(chances: Float64Array, seconds: Float64Array, rate: float) -> int:
+    """How many nodes to verify, given their chances in descending order, RowCosts.seconds, and the tokens per
+    second `rate`.
 
     Every place to stop is compared, because rows get cheap and expensive in turn: a row that fills a tile is
     worth taking where one that starts another is not.
     """
-    best, best_worth, worth, before = 0, 0.0, 0.0, costs.listed[0]
-    for count, (chance, seconds) in enumerate(zip(chances, costs.listed[1:], strict=False), start=1):
-        worth += chance - rate * (seconds - before)
-        before = seconds
+    best, best_worth, worth = 0, 0.0, 0.0
+    for node in range(min(len(chances), len(seconds) - 1)):
+        worth += chances[node] - rate * (seconds[node + 1] - seconds[node])
         if worth > best_worth:
-            best, best_worth = count, worth
+            best, best_worth = node + 1, worth
     return best
