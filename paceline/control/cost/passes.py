@@ -48,14 +48,14 @@ class StepCosts:
         A pass is never slower than one of more rows: if it looks so, it was preempted.
         """
         counts = np.asarray(rows, dtype=np.float64)
-        return np.asarray(self._scale * (self._interpolated(counts) + self.per_key * keys * counts))
+        return self._scaled(counts, self._scale, self.per_key * keys)
 
-    def _interpolated(self, rows: Float64Array) -> Float64Array:
+    def _scaled(self, rows: Float64Array, scale: float, per_row: float) -> Float64Array:
+        """The table's seconds and `per_row` for each row, all times the scale."""
         self._seconds[-1] = self._extrapolated()
-        table = _interpolate(
-            rows.ravel(), np.array(self._rows), np.array(self._seconds), CONFIG.passes.max_gap
-        )
-        return table.reshape(rows.shape)
+        points, seconds = np.array(self._rows), np.array(self._seconds)
+        max_gap = CONFIG.passes.max_gap
+        return _interpolate(rows.ravel(), points, seconds, max_gap, scale, per_row).reshape(rows.shape)
 
     def observe(self, rows: int, attended: int, seconds: float) -> None:
         """Update from a pass whose rows read `attended` keys in all.
@@ -89,7 +89,7 @@ class StepCosts:
             is_last = point == len(self._rows) - 1
             far = CONFIG.passes.max_reach * below if is_last else CONFIG.passes.max_gap * below
             is_guess = (place if is_last else self._rows[point]) > far
-            self._seconds.insert(point, float(self._interpolated(np.array([place]))[0]))
+            self._seconds.insert(point, float(self._scaled(np.array([place]), 1.0, 0.0)[0]))
             self._rows.insert(point, place)
             self._visits.insert(point, 0 if is_guess else CONFIG.passes.interpolated_weight)
         return point
@@ -125,10 +125,17 @@ class StepCosts:
 
 @compiled
 def _interpolate(
-    rows: Float64Array, points: Float64Array, seconds: Float64Array, max_gap: float
+    rows: Float64Array,
+    points: Float64Array,
+    seconds: Float64Array,
+    max_gap: float,
+    scale: float,
+    per_row: float,
 ) -> Float64Array:
-    """The seconds of each of these row counts, from those at the points; above the last but one point they
-    are extrapolated. Overwrites `seconds`, so that none is slower than a pass of more rows."""
+    """The seconds of each of these row counts, from those at the points, and `per_row` for each row, scaled.
+
+    Overwrites `seconds`, so that none is slower than a pass of more rows.
+    """
     for point in range(len(points) - 2, -1, -1):
         seconds[point] = min(seconds[point], seconds[point + 1])
     found = np.empty(len(rows))
@@ -141,4 +148,5 @@ def _interpolate(
         if is_wide and count > max(FINE_ROWS, points[left]):
             roofline = max(seconds[left], seconds[right] * count / points[right])
             found[place] = min(found[place], roofline)
+        found[place] = scale * (found[place] + per_row * count)
     return found

@@ -33,7 +33,9 @@ class RowCosts:
 
     def __init__(self, batch: Batch, passes: StepCosts, most: int) -> None:
         """With up to `most` more."""
-        self.seconds = passes.seconds(batch.rows + np.arange(most + 1.0), batch.keys)  # [more rows]
+        self.seconds = passes.seconds(
+            np.arange(batch.rows, batch.rows + most + 1.0), batch.keys
+        )  # [more rows]
         self.listed: list[float] = self.seconds.tolist()  # the same as a list: faster to read one by one
 
     def cheapest(self, rows: float) -> float:

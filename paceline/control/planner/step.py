@@ -128,7 +128,7 @@ class StepPlanner:
         least = min(config.max_threshold, choice.search.min_chance(name, choice.best))
         pays = self._acceptance.of(name, request).calibration.confidence_for(least)
         asked = max(0.0 if name == explored else pays, plan.least_chance, config.min_threshold)
-        return replace(plan, least_chance=asked).shrunk(most)
+        return replace(plan, budget=min(plan.budget, most), least_chance=asked)
 
     def _probe_record(
         self, choice: HostChoice, request: Request, probe: Probe, chosen: DraftRecord | None
