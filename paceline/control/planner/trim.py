@@ -45,7 +45,7 @@ class FastTrim:
             return trees
         numbers = {drafter: number for number, drafter in enumerate(self.drafters)}
         drafted_by = np.array([numbers.get(drafter or "", -1) for drafter in drafters])
-        dropped = _not_worth(
+        keep = _worth_keeping(
             trees.chances,
             trees.offsets,
             drafted_by,
@@ -54,11 +54,11 @@ class FastTrim:
             self.row_costs.seconds,
             self.rate,
         )
-        return trees.kept(~dropped) if dropped.any() else trees
+        return trees if keep.all() else trees.kept(keep)
 
 
 @compiled
-def _not_worth(
+def _worth_keeping(
     confidences: Float32Array,
     offsets: Int32Array,
     drafters: Int64Array,
@@ -68,17 +68,17 @@ def _not_worth(
     seconds: Float64Array,
     rate: float,
 ) -> BoolArray:
-    """[nodes] Whether a node is not worth verifying. Nothing is dropped of requests whose drafter is -1, and
-    nothing at all if a confidence is NaN."""
-    dropped = np.zeros(len(confidences), np.bool_)
-    nodes, chances, count = np.empty(len(dropped), np.int64), np.empty(len(dropped)), 0  # the likeliest first
+    """[nodes] Whether a node is worth verifying. All are if a confidence is NaN, and so are those of requests
+    whose drafter is -1."""
+    keep = np.ones(len(confidences), np.bool_)
+    nodes, chances, count = np.empty(len(keep), np.int64), np.empty(len(keep)), 0  # the likeliest first
     for request, drafter in enumerate(drafters):
         if drafter < 0:
             continue
         for node in range(offsets[request], offsets[request + 1]):
             chance = ratios[request, drafter] * chance_at(confidences[node], points, lines[request, drafter])
             if np.isnan(chance):
-                return dropped
+                return keep
             place = count
             while place > 0 and chances[place - 1] < chance:
                 nodes[place], chances[place] = nodes[place - 1], chances[place - 1]
@@ -86,8 +86,8 @@ def _not_worth(
             nodes[place], chances[place] = node, chance
             count += 1
     for node in nodes[worth_verifying(chances[:count], seconds, rate) : count]:
-        dropped[node] = True
-    return dropped
+        keep[node] = False
+    return keep
 
 
 def trim_drafts(
