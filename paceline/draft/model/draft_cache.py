@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from paceline.core.request import Request
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen: there is one for each request of every pass
 class Context:
-    """One request as the draft model sees it while it proposes."""
+    """One request as the draft model sees it while it proposes. Immutable by convention."""
 
     request: Request
     tokens: Sequence[int]  # prompt and output so far, in the draft model's ids; not a copy
