@@ -57,7 +57,7 @@ def drafts(nodes: int, seed: int = 0) -> np.ndarray:
 def test_lengths_are_candidates_of_shorter_drafts():
     chances, lengths = drafts(5), np.array([1, 2, 5])
     terms, behind, spent = np.array([3e-4, 1e-5, 2e-4, 1e-6, 0.0]), np.zeros(3), np.linspace(4e-3, 9e-3, 16)
-    outcomes = evaluate_lengths(chances, lengths, 4, terms, behind, spent, 250.0)
+    outcomes = evaluate_lengths(chances, lengths, 4, terms[None], behind[None], spent, 250.0)
     for length, outcome in zip(lengths, outcomes, strict=True):
         shorter = chances[:, :, :length]
         sizes = np.count_nonzero(shorter, axis=2)[None]
@@ -71,7 +71,7 @@ def test_drafts_without_unlikely_nodes_and_what_they_are_worth():
     np.testing.assert_array_equal(likely, (chances * (chances >= 0.4))[:, :, :3])
     worth, sizes = worth_above(likely, 0.1)
     np.testing.assert_allclose(worth, np.maximum(likely - 0.1, 0.0).sum(axis=2).mean(axis=0))
-    np.testing.assert_allclose(sizes, count_nodes(likely).mean(axis=0))
+    np.testing.assert_allclose(sizes, count_nodes(likely)[0].mean(axis=0))
 
 
 def test_a_cascade_asks_the_second_where_the_first_has_too_little():

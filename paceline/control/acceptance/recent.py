@@ -80,5 +80,6 @@ def _sample(ring: Float64Array, first: int, known: int, count: int) -> Float64Ar
     sampled = np.empty((count, ring.shape[1]))
     for part in range(count):
         age = known * ((part + part * GOLDEN_RATIO % 1.0) / count) ** 2
-        sampled[part] = ring[(first + int(age)) % len(ring)]
+        for node in range(ring.shape[1]):
+            sampled[part, node] = ring[(first + int(age)) % len(ring), node]
     return sampled

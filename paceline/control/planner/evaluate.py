@@ -71,15 +71,14 @@ def evaluate_lengths(
 ) -> Any:
     """[lengths, 3] outcomes of one drafter for all requests, whose drafts have at most each of these lengths.
 
-    `costs` [TERMS] and `catch_up` [requests] are the drafter's, the rest is as in `evaluate`.
+    `costs` [1, TERMS] and `catch_up` [1, requests] are the drafter's, the rest is as in `evaluate`.
     """
-    outcomes = np.empty((len(lengths), 3))
+    outcomes, most = np.empty((len(lengths), 3)), np.empty(1, np.int64)
     for place, length in enumerate(lengths):
-        drafted, most = np.ascontiguousarray(chances[:, :, :length]), np.full(1, min(length, levels))
-        sizes = np.expand_dims(count_nodes(drafted), 0)
-        outcomes[place] = evaluate(
-            drafted, sizes, most, np.expand_dims(costs, 0), np.expand_dims(catch_up, 0), pass_seconds, rate
-        )
+        drafted = likely_nodes(chances, 0.0, length)
+        most[0] = min(length, levels)
+        outcome = evaluate(drafted, count_nodes(drafted), most, costs, catch_up, pass_seconds, rate)
+        outcomes[place, 0], outcomes[place, 1], outcomes[place, 2] = outcome
     return outcomes
 
 
@@ -98,13 +97,13 @@ def best_rate(pass_seconds: Any, requests: int, chance: float, tokens: float, pe
 
 @compiled
 def count_nodes(chances: Any) -> Any:
-    """[scenarios, requests] the number of nodes of each draft."""
+    """[1, scenarios, requests] the number of nodes of each draft."""
     scenarios, requests, nodes = chances.shape
-    sizes = np.zeros((scenarios, requests), np.int64)
+    sizes = np.zeros((1, scenarios, requests), np.int64)
     for scenario in range(scenarios):
         for request in range(requests):
             for node in range(nodes):
-                sizes[scenario, request] += chances[scenario, request, node] > 0.0
+                sizes[0, scenario, request] += chances[scenario, request, node] > 0.0
     return sizes
 
 
@@ -143,17 +142,19 @@ def play_cascade(one: Any, other: Any, row: float, enough: Any) -> tuple[Any, An
     """
     scenarios, requests, _ = one.shape
     chances = np.zeros((scenarios, requests, max(one.shape[2], other.shape[2])))
-    sizes = np.empty((2, scenarios, requests), np.int64)
-    sizes[0], sizes[1] = count_nodes(one), count_nodes(other)
+    sizes = np.zeros((2, scenarios, requests), np.int64)
     for scenario in range(scenarios):
         for request in range(requests):
             worth = 0.0
             for chance in one[scenario, request]:
                 worth += max(chance - row, 0.0)
-            if worth < enough[request]:
-                chances[scenario, request, : other.shape[2]] = other[scenario, request]
-            else:
-                chances[scenario, request, : one.shape[2]] = one[scenario, request]
+                sizes[0, scenario, request] += chance > 0.0
+            is_asked = worth < enough[request]
+            drafted = other[scenario, request] if is_asked else one[scenario, request]
+            for node, chance in enumerate(drafted):
+                chances[scenario, request, node] = chance
+                sizes[1, scenario, request] += is_asked and chance > 0.0
+            if not is_asked:
                 sizes[1, scenario, request] = -1
     return chances, sizes
 
@@ -162,7 +163,7 @@ def prepare() -> None:
     """Compile them now: the first choice would wait for that."""
     one, none, spent = np.zeros((1, 1)), np.zeros((1, 1, 1)), np.ones(2)
     evaluate(none, none.astype(np.int64), np.ones(1, np.int64), np.zeros((1, TERMS)), one, spent, 1.0)
-    evaluate_lengths(none, np.ones(1, np.int64), 1, np.zeros(TERMS), one[0], spent, 1.0)
+    evaluate_lengths(none, np.ones(1, np.int64), 1, np.zeros((1, TERMS)), one, spent, 1.0)
     worth_above(likely_nodes(none, 0.0, 1), 0.0)
     play_cascade(none, none, 0.0, one[0])
     best_rate(spent, 1, 1.0, 1.0, 0.0)

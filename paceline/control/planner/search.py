@@ -126,8 +126,8 @@ class PlanSearch:
             self._drafted(name, lengths[-1]),
             np.array(lengths),
             forecast.levels,
-            np.array(self._drafts.terms(name)),
-            forecast.catch_up,
+            np.array([self._drafts.terms(name)]),
+            forecast.catch_up[None],
             self.row_costs.seconds,
             self._rate,
         )
@@ -209,7 +209,7 @@ class PlanSearch:
         for line, name in enumerate(chosen):
             if name:
                 chances[:, line, : drafted[name].shape[2]] = drafted[name][:, line]
-                sizes[[*counts].index(name), :, line] = counts[name][:, line]
+                sizes[[*counts].index(name), :, line] = counts[name][0, :, line]
         candidate = Candidate(tuple((name,) if name else () for name in chosen), length, ())
         return self._expected(candidate, chances, dict.fromkeys(counts, length), sizes)
 
