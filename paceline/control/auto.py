@@ -21,7 +21,6 @@ from paceline.control.decision import Decision
 from paceline.control.explorer import Explorer
 from paceline.control.guard import ABGuard
 from paceline.control.memory import Memory, restore, save
-from paceline.control.planner import evaluate
 from paceline.control.planner.arms import drafting_parts
 from paceline.control.planner.cache import PlanCache
 from paceline.control.planner.device import DevicePlanner
@@ -32,6 +31,7 @@ from paceline.control.planner.search import Choice
 from paceline.control.planner.step import GAIN, NO_GAIN, StepPlanner
 from paceline.control.planner.trim import trim_drafts
 from paceline.control.segments import SegmentGains
+from paceline.control.warm_up import warm_up
 from paceline.core.stats import ControlStats
 from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
 
@@ -59,7 +59,7 @@ class AutoController(Controller):
         have to catch up with. What is learned is kept in `memory`; `beginning` is the prior where the memory
         is empty, in the same form. `device` plans passes on the device."""
         assert plans, "there must be a drafter to choose from"
-        evaluate.prepare()
+        warm_up(steps)
         self.plans = dict(plans)
         self.costs = CostModel(plans, steps, backlogs or {})
         self.acceptance = AcceptanceModel(self.plans)
@@ -156,7 +156,8 @@ class AutoController(Controller):
             len(running) + load.coming
         )  # the choice is for the steps after the prefill of new requests
         rows = batch_size + sum([plan.budget for plan in plans])
-        guard = self._guards.setdefault(load.running.bit_length(), ABGuard())
+        if (guard := self._guards.get(load.running.bit_length())) is None:
+            guard = self._guards[load.running.bit_length()] = ABGuard()
         if self._planner.is_due(self._step, requests, rows, self._explorer.has_winner):
             self._choose(requests, running, batch_size, rows)
         else:
@@ -215,33 +216,30 @@ class AutoController(Controller):
                 self._device.observe(step.record, stats)
             return
         record: StepRecord | None = step.record
-        exploration = self._planner.choice.exploration if self._planner.has_choice else 1.0
-        self._explorer.budget.earn(exploration * stats.total_time)
+        choice = self._planner.choice if self._planner.has_choice else None
+        seconds, is_decode = stats.total_time, stats.prefill_tokens == 0
+        self._explorer.budget.earn(seconds if choice is None else choice.exploration * seconds)
         is_quiet = record is not None and not record.drafts and record.choice.candidate is None
         is_skipped = is_quiet and self._step % CONFIG.planner.quiet_sample
-        if stats.prefill_tokens == 0 and not is_skipped and not stats.disturbed:
+        if is_decode and not is_skipped and not stats.disturbed:
             self.costs.observe_pass(stats)
-        if record is None:
+        if record is None or choice is None:
             return
+        accepted = 0
         for draft in stats.drafts:
             self._accepted[draft.segment] += draft.count * draft.accepted
+            accepted += draft.accepted
         is_cached = self._cache is not None and record is self._cache.record
-        if stats.prefill_tokens == 0 and (record.drafts or (is_cached and not is_quiet)):
-            self._observe_shortfall(record, stats)
+        if is_decode and (record.drafts or (is_cached and not is_quiet)):
+            promised = record.choice.tokens - choice.search.plain.tokens
+            if choice.shortfall.add(promised, accepted, stats.requests):  # drafts bring much less than that
+                choice.holds_until = self._step
         if record.drafts:
-            accepted = learn_drafts(record, stats, self.costs, self.acceptance)
-            if record.probe is not None and record.probe.request in accepted:
-                self._explorer.observe(record.probe, accepted[record.probe.request])
-        if record.choice.candidate is not None and stats.prefill_tokens == 0:
-            worth = stats.new_tokens / stats.requests * self._planner.choice.search.plain.seconds
-            record.guard.observe(worth, stats.total_time)
+            by_request = learn_drafts(record, stats, self.costs, self.acceptance)
+            if record.probe is not None and record.probe.request in by_request:
+                self._explorer.observe(record.probe, by_request[record.probe.request])
+        if record.choice.candidate is not None and is_decode:
+            worth = stats.new_tokens / stats.requests * choice.search.plain.seconds
+            record.guard.observe(worth, seconds)
             if record.guard.reason is not None:
                 self._cache = None
-
-    def _observe_shortfall(self, record: StepRecord, stats: StepStats) -> None:
-        """End the choice if its drafts bring much less than it promised."""
-        choice = self._planner.choice
-        expected = record.choice.tokens - choice.search.plain.tokens
-        choice.shortfall.add(expected, sum([draft.accepted for draft in stats.drafts]))
-        if choice.shortfall.is_too_large(stats.requests):
-            choice.holds_until = self._step

@@ -86,9 +86,9 @@ class KeptFeatures:
     layers: tuple[int, ...]  # the layers that it reads, in this order
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: there is one for every pass
 class ForwardBatch:
-    """The inputs of one forward pass."""
+    """The inputs of one forward pass. Immutable by convention."""
 
     tokens: Int32Array  # [rows]
     positions: Int32Array  # [rows]

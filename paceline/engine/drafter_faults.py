@@ -7,8 +7,8 @@ decoding.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from paceline.core.request import Request
 
@@ -22,19 +22,38 @@ class DrafterFaults:
         self.active: str | None = None  # the drafter that is being called now, for the watchdog
         self.count = 0  # calls that raised, since the start
 
-    @contextmanager
-    def isolated(self, name: str, requests: Sequence[Request]) -> Iterator[None]:
+    def isolated(self, name: str, requests: Sequence[Request]) -> Isolation:
         """A context for a call of a drafter over these requests. It suppresses what the drafter raises."""
-        self.active = name
-        try:
-            yield
-        except Exception as error:  # drafters are plug-ins: they may raise anything
-            for request in requests:
-                request.failed_drafters.add(name)
-            once = not self.count  # one traceback is enough
-            self.count += 1
-            logger.warning(
-                "drafter %s failed, its requests continue without it: %s", name, error, exc_info=once
-            )
-        finally:
-            self.active = None
+        return Isolation(self, name, requests)
+
+    def note(self, name: str, requests: Sequence[Request], error: Exception) -> None:
+        """Count what a drafter raised: it is not used again for these requests."""
+        for request in requests:
+            request.failed_drafters.add(name)
+        once = not self.count  # one traceback is enough
+        self.count += 1
+        logger.warning(
+            "drafter %s failed, its requests continue without it: %s",
+            name,
+            error,
+            exc_info=error if once else None,
+        )
+
+
+@dataclass(slots=True)
+class Isolation:
+    """A context for one call of a drafter. Not a generator: every pass opens several."""
+
+    faults: DrafterFaults
+    name: str
+    requests: Sequence[Request]
+
+    def __enter__(self) -> None:
+        self.faults.active = self.name
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        self.faults.active = None
+        if not isinstance(error, Exception):  # none, or the process is told to end
+            return False
+        self.faults.note(self.name, self.requests, error)  # drafters are plug-ins: they may raise anything
+        return True

@@ -292,7 +292,7 @@ class Engine:
             begun = schedule.executor.begin(schedule, timer)
         except Exception as error:
             return failing(schedule, error)
-        if not schedule.executor.on_device:
+        if not schedule.executor.on_device and self._device.decoder is not None:
             self._device.prefill_ahead(
                 schedule.parts, self._controller.coming_plan(self.scheduler.running, self._load(True))
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import compress
+from itertools import compress, pairwise
 from typing import NamedTuple
 
 from paceline.core.request import Request
@@ -26,14 +26,15 @@ def shapes_of(trees: DraftTrees | None) -> list[Shape]:
     if trees is None:
         return []
     shapes = []
-    for index in range(trees.num_requests):
+    parents = trees.parents.tolist()
+    for index, (first, end) in enumerate(pairwise(trees.offsets.tolist())):
         depths: list[int] = []
-        for parent in trees.tree_lists(index)[1]:
+        for parent in parents[first:end]:
             depths.append(depths[parent] + 1 if parent >= 0 else 1)
-        forced = frozenset(
-            () if trees.forced is None else compress(range(len(depths)), trees.forced_of(index))
-        )
-        shapes.append(Shape(len(depths), max(depths, default=0), forced))
+        shape = Shape(len(depths), max(depths, default=0))
+        if trees.forced is not None:
+            shape = shape._replace(forced=frozenset(compress(range(len(depths)), trees.forced_of(index))))
+        shapes.append(shape)
     return shapes
 
 

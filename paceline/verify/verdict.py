@@ -12,9 +12,12 @@ from paceline.core.verdict import Verdict
 from paceline.verify.sampling import Sampler
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: there is one for each request of every pass
 class Case:
-    """One request's draft after the target's pass over it. Without nodes it is plain decoding."""
+    """One request's draft after the target's pass over it. Without nodes it is plain decoding.
+
+    Immutable by convention.
+    """
 
     logits: Float32Array  # [1 + nodes, vocab] of the root, then of each node
     tokens: Sequence[int]  # [nodes]

@@ -39,7 +39,9 @@ def names(choice: Choice) -> list[tuple[str, ...]]:
 
 
 def verified(steps: StepCosts, chances: list[float], rows: int = 1) -> int:
-    return worth_verifying(chances, RowCosts(Batch(1, rows, 0), steps, len(chances)), rate=250.0)
+    return worth_verifying(
+        np.array(chances), RowCosts(Batch(1, rows, 0), steps, len(chances)).seconds, rate=250.0
+    )
 
 
 def test_all_nodes_are_verified_where_rows_are_free_and_none_where_they_cost_a_step():

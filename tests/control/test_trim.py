@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from paceline.control.acceptance.calibration import Calibration
+from paceline.control.acceptance.model import CalibrationLines
 from paceline.control.cost import StepCosts
 from paceline.control.planner.row_costs import Batch, RowCosts
 from paceline.control.planner.trim import FastTrim
@@ -19,7 +20,8 @@ RATE = 250.0
 def fast_trim(seconds: list[float], ratios: list[float]) -> FastTrim:
     steps = StepCosts(range(1, len(seconds) + 1), seconds)
     row_costs = RowCosts(Batch(1, 1, 0), steps, len(seconds) - 1)
-    return FastTrim([{"head": (Calibration().line, ratio)} for ratio in ratios], row_costs, RATE)
+    lines = CalibrationLines(np.array([[Calibration().line]] * len(ratios)), np.array(ratios)[:, None])
+    return FastTrim(["head"], lines, row_costs, RATE)
 
 
 @pytest.mark.parametrize("seed", range(6))

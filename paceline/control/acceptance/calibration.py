@@ -12,10 +12,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from paceline.compiling import compiled
 from paceline.control.config import CONFIG
 from paceline.control.cost import Float64Array
 
 POINTS = CONFIG.acceptance.points  # confidences at which the line has a value
+POINTS_ARRAY = np.array(POINTS)
 
 
 class Calibration:
@@ -51,10 +53,6 @@ class Calibration:
             point, share = _place(confidence)
             chances.append(line[point] + share * (line[point + 1] - line[point]))
         return chances
-
-    def of_array(self, confidences: Float64Array) -> Float64Array:
-        """The same for an array of any shape."""
-        return np.interp(confidences, POINTS, self.line)
 
     def confidence_for(self, chance: float) -> float:
         """The inverse: the lowest confidence of nodes with this chance."""
@@ -100,3 +98,14 @@ def _place(confidence: float) -> tuple[int, float]:
     """The point at or below a confidence, and how far it lies on the way to the next point."""
     point = min(bisect_right(POINTS, confidence) - 1, len(POINTS) - 2)
     return point, (confidence - POINTS[point]) / (POINTS[point + 1] - POINTS[point])
+
+
+@compiled
+def chance_at(confidence: float, points: Float64Array, line: Float64Array) -> float:
+    """The calibrated chance of one node, as `Calibration.chances` gives it."""
+    point = 0
+    while point < len(points) - 2 and points[point + 1] <= confidence:
+        point += 1
+    share = (confidence - points[point]) / (points[point + 1] - points[point])
+    chance: float = line[point] + share * (line[point + 1] - line[point])
+    return chance

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from paceline.control.acceptance.calibration import Calibration
+from paceline.compiling import compiled
+from paceline.control.acceptance.calibration import POINTS_ARRAY, Calibration, chance_at
 from paceline.control.acceptance.recent import AcceptanceEstimate, History, RecentDrafts
 from paceline.control.config import CONFIG
 from paceline.control.cost import Float64Array
@@ -48,7 +49,7 @@ class DrafterAcceptance:
             history.recent.add(extended)
             history.idle = 0
 
-    def _extended(self, confidences: Confidences, asked: int, threshold: float) -> list[float]:
+    def _extended(self, confidences: Confidences, asked: int, threshold: float) -> Float64Array:
         """The draft, extended to `depth` confidences as drafts usually continue.
 
         If it ended before `asked` nodes, the next confidence was below the threshold: half of that is
@@ -66,7 +67,7 @@ class DrafterAcceptance:
         while len(kept) < self.depth:
             kept.append(last)
             last *= self._continuation
-        return kept
+        return np.array(kept)
 
     def observe(self, key: Key, segment: str, confidences: Confidences, accepted: Sequence[bool]) -> None:
         """Update from the verified nodes of a draft."""
@@ -122,10 +123,8 @@ class DrafterAcceptance:
         sampled = [drafts for key, segment in requests for drafts in self._similar(key, segment, count)]
         ratios = np.array([self.ratio(key, segment) for key, segment in requests])
         confidences = np.concatenate(sampled).reshape(len(requests), count, self.depth)
-        is_drafted = confidences > max(0.0, threshold)
-        chances = self.calibration.of_array(confidences) * (ratios[:, None, None] * is_drafted)
-        scenarios: Float64Array = np.minimum(chances, CONFIG.acceptance.max_chance).swapaxes(0, 1)
-        return scenarios
+        line, most = np.array(self.calibration.line), CONFIG.acceptance.max_chance
+        return _chances(confidences, threshold, POINTS_ARRAY, line, ratios, most)
 
     def _similar(self, key: Key, segment: str, count: int) -> list[Float64Array]:
         """[count, nodes] recent drafts as samples of a request's next draft: some of the request, others of
@@ -170,3 +169,28 @@ class DrafterAcceptance:
         self.calibration, self.drafts = calibration, drafts
         for draft in reversed(recent[: CONFIG.acceptance.shared_drafts]):
             self.recent.add(draft + [0.0] * (self.depth - len(draft)))
+
+
+@compiled
+def _chances(
+    confidences: Float64Array,
+    threshold: float,
+    points: Float64Array,
+    line: Float64Array,
+    ratios: Float64Array,
+    most: float,
+) -> Float64Array:
+    """[scenarios, requests, nodes] chances by the line of a calibration at its points, 0 up to `threshold`.
+
+    `confidences` are [requests, scenarios, nodes], `ratios` [requests].
+    """
+    requests, scenarios, nodes = confidences.shape
+    chances = np.zeros((scenarios, requests, nodes))
+    for request in range(requests):
+        for scenario in range(scenarios):
+            for node in range(nodes):
+                confidence = confidences[request, scenario, node]
+                if confidence > max(0.0, threshold):
+                    chance = ratios[request] * chance_at(confidence, points, line)
+                    chances[scenario, request, node] = min(chance, most)
+    return chances

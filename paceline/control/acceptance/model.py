@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,13 @@ from paceline.core.trees import DraftPlan
 
 if TYPE_CHECKING:
     from paceline.core.request import Request
+
+
+class CalibrationLines(NamedTuple):
+    """How the confidences of some drafters are mapped to chances."""
+
+    lines: Float64Array  # [requests, drafters, points] of the drafters' calibrations
+    ratios: Float64Array  # [requests, drafters] see DrafterAcceptance.ratio
 
 
 class AcceptanceModel:
@@ -43,17 +50,22 @@ class AcceptanceModel:
             if lines:
                 known = [(key_of(requests[line]), requests[line].segment) for line in lines]
                 model = self.drafters[drafter, greedy]
-                chances[:, lines] = model.sample_scenarios(known, count, plan.least_chance)
+                sampled = model.sample_scenarios(known, count, plan.least_chance)
+                for place, line in enumerate(lines):
+                    chances[:, line] = sampled[:, place]
         for line, request in enumerate(requests):
             left = request.max_output - request.num_output - 1
             chances[:, line, 0 if drafter in request.failed_drafters else left :] = 0.0
         return chances
 
-    def lines(self, request: Request, drafters: Iterable[str]) -> dict[str, tuple[Sequence[float], float]]:
-        """By drafter: the line of its calibration, and the request's acceptance ratio."""
-        models = {name: self.of(name, request) for name in drafters}
-        key, segment = key_of(request), request.segment
-        return {name: (model.calibration.line, model.ratio(key, segment)) for name, model in models.items()}
+    def lines(self, requests: Sequence[Request], drafters: Sequence[str]) -> CalibrationLines:
+        """The lines of these drafters' calibrations, and the requests' acceptance ratios."""
+        models = [[self.of(name, request) for name in drafters] for request in requests]
+        keys = [(key_of(request), request.segment) for request in requests]
+        return CalibrationLines(
+            np.array([[model.calibration.line for model in row] for row in models]),
+            np.array([[model.ratio(*key) for model in row] for key, row in zip(keys, models, strict=True)]),
+        )
 
     def keep_only(self, requests: Iterable[Request]) -> None:
         """Forget the other requests."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 
+from paceline.compiling import compiled
 from paceline.control.config import CONFIG
 from paceline.control.cost import Float64Array
 
@@ -47,7 +47,7 @@ class RecentDrafts:
         self._newest = 0
         self.count = 0
 
-    def add(self, confidences: Sequence[float]) -> None:
+    def add(self, confidences: Sequence[float] | Float64Array) -> None:
         """Add the newest draft: `depth` confidences."""
         self._newest = (self._newest or len(self._ring)) - 1
         self._ring[self._newest] = confidences
@@ -55,8 +55,7 @@ class RecentDrafts:
 
     def sample(self, count: int, newest: int) -> Float64Array:
         """[count, nodes] drafts out of the `newest` ones, half of them from the newest quarter."""
-        ages = self._newest + (_ages(count) * min(self.count, newest)).astype(np.int64)
-        return self._ring[ages % len(self._ring)]
+        return _sample(self._ring, self._newest, min(self.count, newest), count)
 
     def listed(self) -> list[list[float]]:
         """All of them, newest first."""
@@ -72,11 +71,15 @@ class History:
     idle: int = 0  # choices since the newest draft
 
 
-@cache
-def _ages(count: int) -> Float64Array:
-    """[count] relative ages of the drafts to sample: 0 is the newest, 1 is beyond the oldest.
+@compiled
+def _sample(ring: Float64Array, first: int, known: int, count: int) -> Float64Array:
+    """[count, nodes] drafts out of the `known` ones that begin at `first`, newest first.
 
     Irregularly spaced, because drafts may alternate with a period.
     """
-    parts = np.arange(float(count))
-    return ((parts + parts * GOLDEN_RATIO % 1.0) / count) ** 2
+    sampled = np.empty((count, ring.shape[1]))
+    for part in range(count):
+        age = known * ((part + part * GOLDEN_RATIO % 1.0) / count) ** 2
+        for node in range(ring.shape[1]):
+            sampled[part, node] = ring[(first + int(age)) % len(ring), node]
+    return sampled

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from paceline.compiling import compiled
 from paceline.control.config import CONFIG
-from paceline.control.cost.passes import Float64Array, Numbers
+from paceline.control.cost.passes import Float64Array
 
 if TYPE_CHECKING:
     from paceline.core.stats import DraftCall
@@ -47,30 +48,25 @@ class CallCosts:
     def observe(self, sizes: Sequence[float], seconds: float) -> None:
         """Update from a call of these sizes, one for each of the TERMS."""
         config = CONFIG.draft_calls
-        call_sizes, is_warm_up = np.array(sizes), len(self._first) < config.warm_up_calls
+        call_sizes, is_warm_up = np.array(sizes, np.float64), len(self._first) < config.warm_up_calls
         if is_warm_up:
             is_fastest = seconds < min(self._first, default=math.inf)
             self._first.append(seconds)
             if not is_fastest:
                 return
             self._reset()
-        error = seconds - float(call_sizes @ self.terms)
+        error = seconds - sum([size * cost for size, cost in zip(sizes, self.terms, strict=True)])
         noise = config.noise * self._plain * (config.slow_noise if error > 0.0 else 1.0)
-        variance = float(call_sizes @ self._covariance @ call_sizes) + noise * noise
+        variance = _variance(self._covariance, call_sizes) + noise * noise
         max_error = config.max_deviations * math.sqrt(variance)
         self._slow = self._slow + 1 if error > max_error and not is_warm_up else 0
         if self._slow == config.slow_calls:  # it was not preempted, it has become slower
             self._covariance = self._prior
-        is_clipped = 0 < self._slow < config.slow_calls
-        self._correct(call_sizes, min(error, max_error) if is_clipped else error, noise)
-
-    def _correct(self, sizes: Float64Array, error: float, noise: float) -> None:
-        """The Kalman update: a call took `error` seconds more than expected, `noise` of it by chance."""
-        spread = self._covariance @ sizes
-        gain = spread / (float(spread @ sizes) + noise * noise)
-        self._covariance = self._covariance - np.outer(gain, spread)
-        self._covariance += CONFIG.draft_calls.drift * (self._prior - self._covariance)
-        self.terms = np.maximum(self.terms + gain * error, 0.0).tolist()
+        if 0 < self._slow < config.slow_calls:
+            error = min(error, max_error)
+        filtered = np.array(self.terms), self._covariance
+        costs, self._covariance = _update(*filtered, self._prior, call_sizes, error, noise, config.drift)
+        self.terms = costs.tolist()
 
     def fade(self) -> None:
         """Lower the costs a little."""
@@ -104,11 +100,10 @@ class DraftCosts:
         """Whether it is one of these drafters."""
         return drafter in self._drafters
 
-    def seconds(self, drafter: str, requests: Numbers, levels: Numbers, nodes: Numbers) -> Float64Array:
-        """[...] seconds of calls of these sizes with nothing to catch up with; 0 for those of no request."""
+    def seconds(self, drafter: str, requests: int, levels: int, nodes: int) -> float:
+        """Seconds of a call of these sizes with nothing to catch up with; 0 for no request."""
         call, request, level, node, _ = self.terms(drafter)
-        count = np.asarray(requests)
-        return np.where(count > 0, call, 0.0) + request * count + level * levels + node * nodes
+        return (call if requests else 0.0) + request * requests + level * levels + node * nodes
 
     def terms(self, drafter: str) -> list[float]:
         """Seconds of each of the TERMS."""
@@ -132,3 +127,39 @@ class DraftCosts:
         """Start from these facts. ValueError or TypeError if they make no sense."""
         for name in self._drafters.keys() & facts.keys():
             self._drafters[name].begin_with(facts[name])
+
+
+@compiled
+def _variance(covariance: Float64Array, sizes: Float64Array) -> float:
+    """The variance of the sum of costs with this covariance, in calls of these sizes."""
+    variance = 0.0
+    for row, size in enumerate(sizes):
+        for column, other in enumerate(sizes):
+            variance += size * covariance[row, column] * other
+    return variance
+
+
+@compiled
+def _update(
+    costs: Float64Array,
+    covariance: Float64Array,
+    prior: Float64Array,
+    sizes: Float64Array,
+    error: float,
+    noise: float,
+    drift: float,
+) -> tuple[Float64Array, Float64Array]:
+    """The Kalman update of the costs and of their covariance, which drifts back to the `prior`: a call took
+    `error` seconds more than expected, `noise` of it by chance."""
+    terms = len(costs)
+    variance = _variance(covariance, sizes) + noise * noise
+    spread, costs, covariance = np.zeros(terms), costs.copy(), covariance.copy()
+    for row in range(terms):
+        for column in range(terms):
+            spread[row] += covariance[row, column] * sizes[column]
+    for row in range(terms):
+        costs[row] = max(costs[row] + spread[row] / variance * error, 0.0)
+        for column in range(terms):
+            covariance[row, column] -= spread[row] * spread[column] / variance
+            covariance[row, column] += drift * (prior[row, column] - covariance[row, column])
+    return costs, covariance

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from paceline.compiling import compiled
 from paceline.control.config import CONFIG
 
 Float64Array = npt.NDArray[np.float64]
@@ -40,25 +41,21 @@ class StepCosts:
         self._scale = 1.0
         self._num_observed = 0
         self.per_key = per_key
-        self._extrapolate()
 
     def seconds(self, rows: Numbers, keys: float) -> Float64Array:
         """[...] seconds of passes of these rows, ascending, each of which reads `keys` keys.
 
         A pass is never slower than one of more rows: if it looks so, it was preempted.
         """
-        table = self._interpolated(np.asarray(rows, dtype=np.float64))
-        return np.asarray(self._scale * (table + self.per_key * keys * np.asarray(rows)))
+        counts = np.asarray(rows, dtype=np.float64)
+        return self._scaled(counts, self._scale, self.per_key * keys)
 
-    def _interpolated(self, rows: Float64Array) -> Float64Array:
-        points, seconds = np.array(self._rows), np.minimum.accumulate(self._seconds[::-1])[::-1]
-        linear = np.interp(rows, points, seconds)
-        right = np.clip(np.searchsorted(points, rows), 1, len(points) - 2)  # the last one is extrapolated
-        left = right - 1
-        roofline = np.maximum(seconds[left], seconds[right] * rows / points[right])
-        is_gap = (points[right] > CONFIG.passes.max_gap * points[left]) & (rows < points[right])
-        is_gap &= rows > FINE_ROWS
-        return np.where(is_gap, np.minimum(linear, roofline), linear)
+    def _scaled(self, rows: Float64Array, scale: float, per_row: float) -> Float64Array:
+        """The table's seconds and `per_row` for each row, all times the scale."""
+        self._seconds[-1] = self._extrapolated()
+        points, seconds = np.array(self._rows), np.array(self._seconds)
+        max_gap = CONFIG.passes.max_gap
+        return _interpolate(rows.ravel(), points, seconds, max_gap, scale, per_row).reshape(rows.shape)
 
     def observe(self, rows: int, attended: int, seconds: float) -> None:
         """Update from a pass whose rows read `attended` keys in all.
@@ -72,7 +69,6 @@ class StepCosts:
         if self._visits[point] <= config.guessed_passes:
             measured = max(seconds / self._scale - self.per_key * attended, 1e-9)
             self._seconds[point] += (measured - self._seconds[point]) / self._visits[point]
-            self._extrapolate()
             return
         expected = self._scale * (self._seconds[point] + self.per_key * attended)
         surprise = math.log(min(max(seconds / expected, 1 / config.max_outlier), config.max_outlier))
@@ -82,7 +78,6 @@ class StepCosts:
         surprise *= config.slow_weight if surprise > 0.0 and not is_young else 1.0
         self._scale *= math.exp(surprise * (1.0 / self._num_observed if is_young else config.scale_rate))
         self._seconds[point] *= math.exp(max(config.shape_rate, 1.0 / self._visits[point]) * surprise)
-        self._extrapolate()
 
     def _point(self, rows: int) -> int:
         """The index of this row count, rounded above FINE_ROWS; inserted if it is new."""
@@ -94,13 +89,14 @@ class StepCosts:
             is_last = point == len(self._rows) - 1
             far = CONFIG.passes.max_reach * below if is_last else CONFIG.passes.max_gap * below
             is_guess = (place if is_last else self._rows[point]) > far
-            self._seconds.insert(point, float(self._interpolated(np.array([place]))[0]))
+            self._seconds.insert(point, float(self._scaled(np.array([place]), 1.0, 0.0)[0]))
             self._rows.insert(point, place)
             self._visits.insert(point, 0 if is_guess else CONFIG.passes.interpolated_weight)
         return point
 
-    def _extrapolate(self) -> None:
-        """Continue the table beyond its largest known row count, at the slope of its upper half.
+    def _extrapolated(self) -> float:
+        """The seconds at the last point: beyond the largest known row count the table goes on at the slope of
+        its upper half.
 
         Two neighbours would not do: their difference may be noise. A row never costs more than its share.
         """
@@ -108,7 +104,7 @@ class StepCosts:
         most = self._seconds[-2]
         half = max(0, bisect_right(self._rows, last / 2) - 1)
         slope = (most - self._seconds[half]) / (last - self._rows[half])
-        self._seconds[-1] = most + min(max(0.0, slope), most / last) * (end - last)
+        return most + min(max(0.0, slope), most / last) * (end - last)
 
     def facts(self) -> dict[str, Any]:
         """The table as JSON values, to start another from."""
@@ -125,3 +121,32 @@ class StepCosts:
         if not is_ascending or min(rows) < 1 or not is_sound:
             raise ValueError("these are not costs of passes")
         return cls(rows, seconds, per_key)
+
+
+@compiled
+def _interpolate(
+    rows: Float64Array,
+    points: Float64Array,
+    seconds: Float64Array,
+    max_gap: float,
+    scale: float,
+    per_row: float,
+) -> Float64Array:
+    """The seconds of each of these row counts, from those at the points, and `per_row` for each row, scaled.
+
+    Overwrites `seconds`, so that none is slower than a pass of more rows.
+    """
+    for point in range(len(points) - 2, -1, -1):
+        seconds[point] = min(seconds[point], seconds[point + 1])
+    found = np.empty(len(rows))
+    for place, count in enumerate(rows):
+        right = min(max(np.searchsorted(points, count, side="right"), 1), len(points) - 1)
+        left = right - 1
+        share = (count - points[left]) / (points[right] - points[left])
+        found[place] = seconds[left] + min(max(share, 0.0), 1.0) * (seconds[right] - seconds[left])
+        is_wide = points[right] > max_gap * points[left] and right < len(points) - 1
+        if is_wide and count > max(FINE_ROWS, points[left]):
+            roofline = max(seconds[left], seconds[right] * count / points[right])
+            found[place] = min(found[place], roofline)
+        found[place] = scale * (found[place] + per_row * count)
+    return found

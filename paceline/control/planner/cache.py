@@ -37,11 +37,11 @@ class PlanCache:
 
     def reuse_drafts(self, choice: HostChoice, acceptance: AcceptanceModel) -> None:
         """Let the next steps reuse plans that draft, if their drafters are well known."""
-        config, drafters = CONFIG.planner, choice.drafters
+        config, drafters = CONFIG.planner, [*choice.drafters]
         models = {acceptance.of(name, request) for name in drafters for request in self.running}
         if max(model.drafts for model in models) < config.known_drafts:
             return
         self.steps_left = config.cached_steps
         if len(self.running) > 1:  # a single request's drafter leaves out by itself what would not pay
-            lines = [acceptance.lines(request, drafters) for request in self.running]
-            self.fast_trim = FastTrim(lines, choice.search.row_costs, choice.best.rate)
+            lines = acceptance.lines(self.running, drafters)
+            self.fast_trim = FastTrim(drafters, lines, choice.search.row_costs, choice.best.rate)

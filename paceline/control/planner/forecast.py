@@ -31,8 +31,5 @@ def make_forecast(
 ) -> Forecast:
     """The forecast of a drafter for these requests; its plan says how much it may draft."""
     chances = acceptance.sample_scenarios(name, requests)
-    catch_up = []
-    for request in requests:
-        costs.note_backlog(name, request)
-        catch_up.append(costs.catch_up_seconds(name, request))
+    catch_up = [costs.catch_up_seconds(name, request) for request in requests]
     return Forecast(chances, plan.levels, np.array(catch_up))

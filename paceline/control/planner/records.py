@@ -81,12 +81,9 @@ class Shortfall:
 
     tokens: float = 0.0
 
-    def add(self, expected: float, accepted: int) -> None:
-        """Add a step."""
+    def add(self, expected: float, accepted: int, requests: int) -> bool:
+        """Add a step. Returns whether the choice should be made again."""
         self.tokens = CONFIG.planner.shortfall_fade * (self.tokens + expected - accepted)
-
-    def is_too_large(self, requests: int) -> bool:
-        """Whether the choice should be made again."""
         return self.tokens > CONFIG.planner.max_shortfall * math.sqrt(requests)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from paceline.control.cost import StepCosts
+from paceline.compiling import compiled
+from paceline.control.cost import Float64Array, StepCosts
 
 BoolArray = npt.NDArray[np.bool_]
 ROW_SPAN = 4  # rows over which the cost of one more is averaged: the table has steps
@@ -33,7 +33,9 @@ class RowCosts:
 
     def __init__(self, batch: Batch, passes: StepCosts, most: int) -> None:
         """With up to `most` more."""
-        self.seconds = passes.seconds(batch.rows + np.arange(most + 1.0), batch.keys)  # [more rows]
+        self.seconds = passes.seconds(
+            np.arange(batch.rows, batch.rows + most + 1.0), batch.keys
+        )  # [more rows]
         self.listed: list[float] = self.seconds.tolist()  # the same as a list: faster to read one by one
 
     def cheapest(self, rows: float) -> float:
@@ -55,16 +57,17 @@ class RowCosts:
         return (self.listed[last] - self.listed[first]) / max(1, last - first)
 
 
-def worth_verifying(chances: Sequence[float], costs: RowCosts, rate: float) -> int:
-    """How many nodes to verify, given their chances in descending order and the tokens per second `rate`.
+@compiled
+def worth_verifying(chances: Float64Array, seconds: Float64Array, rate: float) -> int:
+    """How many nodes to verify, given their chances in descending order, RowCosts.seconds, and the tokens per
+    second `rate`.
 
     Every place to stop is compared, because rows get cheap and expensive in turn: a row that fills a tile is
     worth taking where one that starts another is not.
     """
-    best, best_worth, worth, before = 0, 0.0, 0.0, costs.listed[0]
-    for count, (chance, seconds) in enumerate(zip(chances, costs.listed[1:], strict=False), start=1):
-        worth += chance - rate * (seconds - before)
-        before = seconds
+    best, best_worth, worth = 0, 0.0, 0.0
+    for node in range(min(len(chances), len(seconds) - 1)):
+        worth += chances[node] - rate * (seconds[node + 1] - seconds[node])
         if worth > best_worth:
-            best, best_worth = count, worth
+            best, best_worth = node + 1, worth
     return best

@@ -20,7 +20,15 @@ import numpy.typing as npt
 from paceline.control.config import CONFIG
 from paceline.control.cost import Float64Array, StepCosts
 from paceline.control.cost.draft_calls import TERMS, DraftCosts
-from paceline.control.planner.evaluate import evaluate
+from paceline.control.planner.evaluate import (
+    best_rate,
+    count_nodes,
+    evaluate,
+    evaluate_lengths,
+    likely_nodes,
+    play_cascade,
+    worth_above,
+)
 from paceline.control.planner.forecast import Forecast
 from paceline.control.planner.row_costs import Batch, RowCosts
 
@@ -57,14 +65,6 @@ class Choice:
     def rate(self) -> float:
         """Tokens per second."""
         return self.tokens / self.seconds
-
-
-@dataclass(frozen=True, slots=True)
-class DrafterLoad:
-    """The work of one drafter in a candidate."""
-
-    sizes: Int64Array  # [scenarios, requests] nodes that it drafts; -1: it is not asked
-    most: int  # levels that it may draft
 
 
 class PlanSearch:
@@ -110,24 +110,31 @@ class PlanSearch:
 
     def headroom(self) -> float:
         """What very good drafts for all requests would gain if they cost nothing; 1: twice as fast."""
-        depths = 1 + np.arange(len(self.row_costs.seconds) - 1) // self.count
-        tokens = self.plain.tokens + np.concatenate(([0.0], np.cumsum(CONFIG.planner.good_chance**depths)))
-        rates = tokens / (self.row_costs.seconds + self.batch.per_token * tokens)
-        return float(rates.max()) / self.plain.rate - 1.0
+        most = best_rate(
+            self.row_costs.seconds,
+            self.count,
+            CONFIG.planner.good_chance,
+            self.plain.tokens,
+            self.batch.per_token,
+        )
+        return most / self.plain.rate - 1.0
 
     def alone(self, name: str) -> Choice:
         """One drafter for all requests, with the best length."""
-        chances = self._drafted(name)
-        lengths = self._lengths(name)
-        sizes = np.count_nonzero(chances, axis=2)
+        forecast, lengths = self.forecasts[name], self._lengths(name)
+        outcomes = evaluate_lengths(
+            self._drafted(name, lengths[-1]),
+            np.array(lengths),
+            forecast.levels,
+            np.array([self._drafts.terms(name)]),
+            forecast.catch_up[None],
+            self.row_costs.seconds,
+            self._rate,
+        )
         names = ((name,),) * self.count
         choices = [
-            self._expected(
-                Candidate(names, length, ()),
-                chances[:, :, :length],
-                {name: DrafterLoad(np.minimum(sizes, length), length)},
-            )
-            for length in lengths
+            self._choice(Candidate(names, length, ()), *outcome)
+            for length, outcome in zip(lengths, outcomes.tolist(), strict=True)
         ]
         least = CONFIG.planner.longer_draft * max(choice.rate for choice in choices)
         return [choice for choice in choices if choice.rate >= least][-1]
@@ -137,10 +144,11 @@ class PlanSearch:
         level = self._drafts.terms(name)[2]  # drafting a node means computing one more level
         return choice.rate * (self.row_costs.cheapest(choice.rows) + level / self.count)
 
-    def _drafted(self, name: str) -> Float64Array:
+    def _drafted(self, name: str, length: int) -> Float64Array:
         """[scenarios, requests, nodes] chances of the nodes that are likely enough to be drafted."""
-        chances = self.forecasts[name].chances
-        return chances * (chances >= self.min_chance(name, self.plain))
+        least = self.min_chance(name, self.plain)
+        likely: Float64Array = likely_nodes(self.forecasts[name].chances, least, length)
+        return likely
 
     def _lengths(self, name: str) -> list[int]:
         """The draft lengths to evaluate: the longest, and shorter ones where levels are expensive."""
@@ -157,8 +165,9 @@ class PlanSearch:
 
     def is_cheaper(self, first: str, second: str) -> bool:
         """Whether the first drafter is cheap enough to be asked before the second."""
-        one, other = (float(self._drafts.seconds(name, 1, 1, 1)) for name in (first, second))
-        return CONFIG.planner.cheaper * one < other
+        return CONFIG.planner.cheaper * self._drafts.seconds(first, 1, 1, 1) < self._drafts.seconds(
+            second, 1, 1, 1
+        )
 
     def goes_before(self, drafter: str, others: Sequence[str]) -> bool:
         """Whether asking a drafter before the others costs next to nothing."""
@@ -166,23 +175,17 @@ class PlanSearch:
 
     def cascade(self, first: str, second: str, length: int, best: Choice) -> Choice:
         """The first drafter for all requests, and the second where the first has too little."""
-        one, other = self.forecasts[first].chances, self._drafted(second)[:, :, :length]
-        sizes = np.count_nonzero(other, axis=2)
-        call, request, level, node, _ = self._drafts.terms(second)
-        cost = (call + level * (sizes.mean() + 1)) / self.count + request + node * sizes.mean()
+        one, other = self.forecasts[first].chances, self._drafted(second, length)
         row = best.rate * self.row_costs.row(best.rows)
-        enough = self._kept(other, row) - best.rate * (cost + self.forecasts[second].catch_up)  # [requests]
-        enough = np.maximum(enough, 0.0) * CONFIG.planner.cascade_margin
-        asked = np.maximum(one - row, 0.0).sum(axis=2) < enough
-        chances = np.zeros((*asked.shape, max(one.shape[2], length)))
-        chances[:, :, : one.shape[2]] = one * ~asked[:, :, None]
-        chances[:, :, : other.shape[2]] += other * asked[:, :, None]
-        loads = {
-            first: DrafterLoad(np.count_nonzero(one, axis=2), one.shape[2]),
-            second: DrafterLoad(np.where(asked, sizes, -1), length),
-        }
+        worth, sizes = worth_above(other, row)
+        size = float(sizes.sum()) / self.count
+        call, request, level, node, _ = self._drafts.terms(second)
+        cost = (call + level * (size + 1)) / self.count + request + node * size
+        worth -= best.rate * (cost + self.forecasts[second].catch_up)
+        enough = np.maximum(worth, 0.0) * CONFIG.planner.cascade_margin  # [requests]
+        chances, sizes = play_cascade(one, other, row, enough)
         candidate = Candidate(((first, second),) * self.count, length, tuple(enough.tolist()))
-        return self._expected(candidate, chances, loads)
+        return self._expected(candidate, chances, {first: one.shape[2], second: length}, sizes)
 
     def _each_its_own(self, best: Choice) -> Choice:
         """For each request the drafter whose drafts are worth most at the present cost of a row, or none.
@@ -191,43 +194,48 @@ class PlanSearch:
         """
         row = best.rate * self.row_costs.row(best.rows)
         length = best.candidate.length if best.candidate is not None else 1
+        drafted = {name: self._drafted(name, length) for name in self.forecasts}
         worth = [np.zeros(self.count)]
         for name, forecast in self.forecasts.items():
             _, request, _, node, _ = self._drafts.terms(name)
-            drafted = self._drafted(name)[:, :, :length]
-            sizes = np.count_nonzero(drafted, axis=2).mean(axis=0)
-            worth.append(self._kept(drafted, row) - best.rate * (request + node * sizes + forecast.catch_up))
+            kept, nodes = worth_above(drafted[name], row)
+            worth.append(kept - best.rate * (request + node * nodes + forecast.catch_up))
         names = ["", *self.forecasts]
-        chosen = [names[place] for place in np.argmax(worth, axis=0)]
-        scenarios = len(next(iter(self.forecasts.values())).chances)
+        chosen = [names[place] for place in np.argmax(worth, axis=0).tolist()]
+        counts = {name: count_nodes(drafted[name]) for name in self.forecasts if name in chosen}
+        scenarios = len(next(iter(drafted.values())))
         chances = np.zeros((scenarios, self.count, length))
-        loads: dict[str, DrafterLoad] = {}
-        for name in set(chosen) - {""}:
-            is_chosen = np.array([drafter == name for drafter in chosen])
-            drafted = self._drafted(name)[:, :, :length] * is_chosen[:, None]
-            chances[:, :, : drafted.shape[2]] += drafted
-            loads[name] = DrafterLoad(np.where(is_chosen, np.count_nonzero(drafted, axis=2), -1), length)
+        sizes = np.full((len(counts), scenarios, self.count), -1)
+        for line, name in enumerate(chosen):
+            if name:
+                chances[:, line, : drafted[name].shape[2]] = drafted[name][:, line]
+                sizes[[*counts].index(name), :, line] = counts[name][0, :, line]
         candidate = Candidate(tuple((name,) if name else () for name in chosen), length, ())
-        return self._expected(candidate, chances, loads)
-
-    @staticmethod
-    def _kept(chances: Float64Array, row: float) -> Float64Array:
-        """[requests] tokens that drafts are worth after their rows are paid."""
-        return np.asarray(np.maximum(chances - row, 0.0).sum(axis=2).mean(axis=0))
+        return self._expected(candidate, chances, dict.fromkeys(counts, length), sizes)
 
     def _expected(
-        self, candidate: Candidate, chances: Float64Array, loads: Mapping[str, DrafterLoad]
+        self, candidate: Candidate, chances: Float64Array, lengths: Mapping[str, int], sizes: Int64Array
     ) -> Choice:
-        """The choice of a candidate that drafts these nodes: chances [scenarios, requests, nodes]."""
-        accepted, seconds, rows = evaluate(
-            np.ascontiguousarray(chances),
-            np.array([load.sizes for load in loads.values()]).reshape(-1, len(chances), self.count),
-            np.array([min(load.most, self.forecasts[name].levels) for name, load in loads.items()]),
-            np.array([self._drafts.terms(name) for name in loads]).reshape(-1, TERMS),
-            np.array([self.forecasts[name].catch_up for name in loads]).reshape(-1, self.count),
+        """The choice of a candidate that drafts these nodes: chances [scenarios, requests, nodes].
+
+        `lengths`: of its drafters, the most nodes of a draft. `sizes` [drafters, scenarios, requests]: the
+        nodes that each drafts; -1: it is not asked.
+        """
+        outcome = evaluate(
+            chances,
+            sizes,
+            np.array(
+                [min(length, self.forecasts[name].levels) for name, length in lengths.items()], np.int64
+            ),
+            np.array([self._drafts.terms(name) for name in lengths]).reshape(-1, TERMS),
+            np.array([self.forecasts[name].catch_up for name in lengths]).reshape(-1, self.count),
             self.row_costs.seconds,
             self._rate,
         )
+        return self._choice(candidate, *outcome)
+
+    def _choice(self, candidate: Candidate, accepted: float, seconds: float, rows: float) -> Choice:
+        """The choice of a candidate with this outcome."""
         tokens = self.batch.tokens + accepted
         return Choice(candidate, tokens, seconds + self.batch.per_token * tokens, rows)
 

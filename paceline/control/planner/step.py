@@ -128,7 +128,7 @@ class StepPlanner:
         least = min(config.max_threshold, choice.search.min_chance(name, choice.best))
         pays = self._acceptance.of(name, request).calibration.confidence_for(least)
         asked = max(0.0 if name == explored else pays, plan.least_chance, config.min_threshold)
-        return replace(plan, least_chance=asked).shrunk(most)
+        return replace(plan, budget=min(plan.budget, most), least_chance=asked)
 
     def _probe_record(
         self, choice: HostChoice, request: Request, probe: Probe, chosen: DraftRecord | None
@@ -149,7 +149,7 @@ class StepPlanner:
         is_chosen = chosen is not None and drafter in chosen.names
         if length < 1 or drafter in request.failed_drafters or is_chosen:
             return None
-        seconds = float(costs.drafts.seconds(drafter, 1, length, length))
+        seconds = costs.drafts.seconds(drafter, 1, length, length)
         missed = 0.0  # tokens of the chosen draft that it replaces
         if chosen is None or not choice.search.goes_before(drafter, chosen.names):
             missed = 0.0 if chosen is None else choice.search.expected(chosen.names[-1], line)

@@ -6,18 +6,22 @@ are never dropped: if verification depended on their value, it would not be exac
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.control.acceptance.calibration import POINTS
-from paceline.control.acceptance.model import AcceptanceModel, key_of
+from paceline.compiling import compiled
+from paceline.control.acceptance.calibration import POINTS_ARRAY, chance_at
+from paceline.control.acceptance.model import AcceptanceModel, CalibrationLines, key_of
+from paceline.control.cost import Float64Array
 from paceline.control.cost.model import CostModel
 from paceline.control.planner.records import StepRecord
-from paceline.control.planner.row_costs import RowCosts, worth_verifying
+from paceline.control.planner.row_costs import BoolArray, RowCosts, worth_verifying
 from paceline.control.planner.search import PlanSearch
+from paceline.core.arrays import Float32Array, Int32Array, Int64Array
 from paceline.core.trees import DraftTrees
 
 if TYPE_CHECKING:
@@ -26,9 +30,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FastTrim:
-    """Trims without learning: one interpolation per request, with the models of the last full step."""
+    """Trims without learning, with the models of the last full step."""
 
-    lines: Sequence[Mapping[str, tuple[Sequence[float], float]]]  # [requests] AcceptanceModel.lines
+    drafters: Sequence[str]
+    lines: CalibrationLines  # of these drafters
     row_costs: RowCosts
     rate: float  # tokens that a second is worth
 
@@ -38,24 +43,51 @@ class FastTrim:
         tokens that a grammar forces."""
         if trees.chances is None or trees.draws is not None:
             return trees
-        chances = np.empty(trees.num_nodes)
-        is_judged = np.zeros(trees.num_nodes, dtype=np.bool_)
-        ends = trees.offsets.tolist()
-        for index, drafter in enumerate(drafters):
-            first, end = ends[index], ends[index + 1]
-            model = self.lines[index].get(drafter or "")
-            if model is not None and first < end:
-                line, ratio = model
-                chances[first:end] = ratio * np.interp(trees.chances[first:end], POINTS, line)
-                is_judged[first:end] = True
-        judged = np.flatnonzero(is_judged)
-        order = judged[np.argsort(-chances[judged], kind="stable")]
-        count = worth_verifying(chances[order].tolist(), self.row_costs, self.rate)
-        if count == len(order) or np.isnan(chances[judged]).any():
-            return trees
-        keep = np.ones(trees.num_nodes, dtype=np.bool_)
-        keep[order[count:]] = False
-        return trees.kept(keep)
+        numbers = {drafter: number for number, drafter in enumerate(self.drafters)}
+        drafted_by = np.array([numbers.get(drafter or "", -1) for drafter in drafters])
+        keep = _worth_keeping(
+            trees.chances,
+            trees.offsets,
+            drafted_by,
+            POINTS_ARRAY,
+            *self.lines,
+            self.row_costs.seconds,
+            self.rate,
+        )
+        return trees if keep.all() else trees.kept(keep)
+
+
+@compiled
+def _worth_keeping(
+    confidences: Float32Array,
+    offsets: Int32Array,
+    drafters: Int64Array,
+    points: Float64Array,
+    lines: Float64Array,
+    ratios: Float64Array,
+    seconds: Float64Array,
+    rate: float,
+) -> BoolArray:
+    """[nodes] Whether a node is worth verifying. All are if a confidence is NaN, and so are those of requests
+    whose drafter is -1."""
+    keep = np.ones(len(confidences), np.bool_)
+    nodes, chances, count = np.empty(len(keep), np.int64), np.empty(len(keep)), 0  # the likeliest first
+    for request, drafter in enumerate(drafters):
+        if drafter < 0:
+            continue
+        for node in range(offsets[request], offsets[request + 1]):
+            chance = ratios[request, drafter] * chance_at(confidences[node], points, lines[request, drafter])
+            if np.isnan(chance):
+                return keep
+            place = count
+            while place > 0 and chances[place - 1] < chance:
+                nodes[place], chances[place] = nodes[place - 1], chances[place - 1]
+                place -= 1
+            nodes[place], chances[place] = node, chance
+            count += 1
+    for node in nodes[worth_verifying(chances[:count], seconds, rate) : count]:
+        keep[node] = False
+    return keep
 
 
 def trim_drafts(
@@ -72,7 +104,8 @@ def trim_drafts(
     rows = sum(part.num_tokens for part in parts) + trees.num_nodes - len(candidates)
     if rows != search.batch.rows:
         row_costs = RowCosts(replace(search.batch, rows=rows), costs.passes, len(candidates))
-    count = worth_verifying([-chance for chance, _ in candidates], row_costs, step.choice.rate)
+    chances = np.array([-chance for chance, _ in candidates])
+    count = worth_verifying(chances, row_costs.seconds, step.choice.rate)
     if count == len(candidates):
         return trees
     keep = np.ones(trees.num_nodes, dtype=np.bool_)
@@ -89,22 +122,21 @@ def _record_drafts(
 ) -> list[tuple[float, int]]:
     """Note the drafts. Returns (-chance, node) of the nodes that may be dropped, most likely first."""
     candidates: list[tuple[float, int]] = []
+    ends, parents = trees.offsets.tolist(), trees.parents.tolist()
+    said = [math.nan] * len(parents) if trees.chances is None else trees.chances.tolist()
     for index, part in enumerate(parts):
         drafter = part.plan.drafter
-        first, end = int(trees.offsets[index]), int(trees.offsets[index + 1])
+        first, end = ends[index], ends[index + 1]
         key = key_of(part.request)
         record = step.drafts.get(key)
         if record is None or drafter is None or drafter not in record.names or first == end:
             continue
-        record.add_draft(drafter, first, trees.chances_of(index), trees.tree_lists(index)[1])
-        model = acceptance.of(drafter, part.request)
-        if (
-            drafter == record.names[0]
-        ):  # a second drafter was asked where the first had little: a biased sample
+        record.add_draft(drafter, first, said[first:end], parents[first:end])
+        model, segment = acceptance.of(drafter, part.request), part.request.segment
+        if drafter == record.names[0]:  # a second one was asked where the first had little: a biased sample
             confidences = sorted(record.confidences, reverse=True)
-            threshold = part.plan.least_chance
-            model.add_draft(key, part.request.segment, confidences, record.length, threshold)
-        record.chances = model.chances(key, part.request.segment, record.confidences)
+            model.add_draft(key, segment, confidences, record.length, part.plan.least_chance)
+        record.chances = model.chances(key, segment, record.confidences)
         if trees.draws_of(index) is None:
             candidates += zip([-chance for chance in record.chances], range(first, end), strict=True)
     return sorted(candidates)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from paceline.compiling import compiled
 from paceline.core.arrays import Float32Array, Int32Array, Int64Array
-from paceline.draft.model.draft_cache import Context, SharedPages, Span
+from paceline.draft.model.draft_cache import Context, SharedPages, Span, slot_spans
 from paceline.kv.cache import KVCache
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class HeadPages(SharedPages):
         nothing = np.empty((0, width), dtype=np.float32)
         self.put(np.empty((0, 4), dtype=np.int64), nothing, np.zeros(1, dtype=np.int64))  # compile now,
         self.features([])  # and not in the first draft
+        self.kv_slots([])
 
     @staticmethod
     def feature_bytes_per_page(page_size: int, width: int) -> int:
@@ -59,8 +60,8 @@ class HeadPages(SharedPages):
         contexts = super().open(requests, [1] * len(requests))
         return [context for context in contexts if context is not None and len(context.tokens) > 1]
 
-    def computed(self, contexts: Sequence[Context]) -> list[int]:
-        return [max(computed, self._first_index) for computed in super().computed(contexts)]
+    def _num_computed(self, pages: Int32Array, length: int) -> int:
+        return max(super()._num_computed(pages, length), self._first_index)
 
     def keep(self, spans: Sequence[Span]) -> None:
         first = self._first_index
@@ -82,16 +83,12 @@ class HeadPages(SharedPages):
 
     def kv_slots(self, spans: Sequence[Span]) -> Int32Array:
         """The KV slots of the tokens of the spans, span after span: [tokens]."""
-        size = self._kv.page_size
-        indices = [np.arange(start, end) for _, start, end in spans]
-        pages = [context.pages[index // size] for (context, *_), index in zip(spans, indices, strict=True)]
-        return (np.concatenate(pages) * size + np.concatenate(indices) % size).astype(np.int32)
+        return _kv_slots(slot_spans(spans), self._kv.page_tables, self._kv.page_size)
 
     def features(self, spans: Sequence[Span]) -> Float32Array:
         """The features of the tokens of the spans, span after span: [tokens, width]."""
-        slot_spans = [(context.request.slot, start, end) for context, start, end in spans]
         return _take(
-            np.array(slot_spans, dtype=np.int64).reshape(-1, 3),
+            slot_spans(spans),
             self._kv.page_tables,
             self._kv.pages.generations,
             self._kv.page_size,
@@ -154,6 +151,20 @@ def _take(
                     bits[row, column] = np.uint32(features[kv_slot, column]) << np.uint32(16)
             row += 1
     return values
+
+
+@compiled
+def _kv_slots(spans: Int64Array, page_tables: Int32Array, page_size: int) -> Int32Array:
+    """The KV slots of these tokens; a span is a slot of the page table, and tokens start to end - 1 of it."""
+    slots = np.empty((spans[:, 2] - spans[:, 1]).sum(), np.int32)
+    count = 0
+    for span in range(len(spans)):
+        slot, start, end = spans[span]
+        for position in range(start, end):
+            page = page_tables[slot, position // page_size]
+            slots[count] = page * page_size + position % page_size
+            count += 1
+    return slots
 
 
 def _can_draft(context: Context | None) -> bool:

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from paceline.core.request import Request
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen: there is one for each request of every pass
 class Context:
-    """One request as the draft model sees it while it proposes."""
+    """One request as the draft model sees it while it proposes. Immutable by convention."""
 
     request: Request
     tokens: Sequence[int]  # prompt and output so far, in the draft model's ids; not a copy
@@ -90,7 +90,7 @@ class SharedPages:
         self._counts = np.zeros(kv.pages.num_pages, dtype=np.int64)  # [pages] computed leading slots
         self._generations = np.full(kv.pages.num_pages, -1, dtype=np.int64)  # [pages] that the counts are of
         self._drafted: dict[Request, _Drafted] = {}
-        self.computed([])  # compile now,
+        self._num_computed(kv.page_tables[0], 0)  # compile now,
         self.keep([])  # and not in the first draft
 
     def open(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Context | None]:
@@ -103,24 +103,22 @@ class SharedPages:
         return contexts
 
     def computed(self, contexts: Sequence[Context]) -> list[int]:
-        lengths = [(context.request.slot, len(context.tokens)) for context in contexts]
-        tables, counts = self._kv.page_tables, (self._counts, self._generations, self._kv.pages.generations)
-        queries = np.array(lengths, dtype=np.int64).reshape(-1, 2)
-        computed: list[int] = _count_leading(tables, queries, self._kv.page_size, *counts).tolist()
-        return computed
+        return [self._num_computed(context.pages, len(context.tokens)) for context in contexts]
+
+    def _num_computed(self, pages: Int32Array, length: int) -> int:
+        """The number of leading computed tokens, of so many tokens on these pages."""
+        counts = self._counts, self._generations, self._kv.pages.generations
+        return _count_leading(pages, length, self._kv.page_size, *counts)
 
     def backlog(self, request: Request) -> int:
-        computed = 0
-        if request.slot >= 0:
-            pages = self._kv.page_tables[request.slot]
-            (computed,) = self.computed([Context(request, request.token_ids, pages, 0)])
+        if request.slot < 0:
+            return max(len(request.token_ids) - 1, 0)
+        computed = self._num_computed(self._kv.page_tables[request.slot], len(request.token_ids))
         return max(len(request.token_ids) - 1 - computed, 0)
 
     def keep(self, spans: Sequence[Span]) -> None:
-        slot_spans = [(context.request.slot, start, end) for context, start, end in spans]
         tables, counts = self._kv.page_tables, (self._counts, self._generations, self._kv.pages.generations)
-        computed = np.array(slot_spans, dtype=np.int64).reshape(-1, 3)
-        _count_spans_in(tables, computed, self._kv.page_size, *counts)
+        _count_spans_in(tables, slot_spans(spans), self._kv.page_size, *counts)
 
     def keep_drafted(self, context: Context, tokens: Sequence[int]) -> None:
         self._drafted[context.request] = _Drafted(context.pages.copy(), len(context.tokens), tokens)
@@ -147,28 +145,30 @@ class SharedPages:
         _count_in(pages, start, end, self._kv.page_size, *counts)
 
 
+def slot_spans(spans: Sequence[Span]) -> Int64Array:
+    """[spans, 3] The slot in the page table of each span, its start and its end."""
+    rows = [(context.request.slot, start, end) for context, start, end in spans]
+    return np.array(rows, dtype=np.int64).reshape(-1, 3)
+
+
 @compiled
 def _count_leading(
-    page_tables: Int32Array,
-    queries: Int64Array,
+    pages: Int32Array,
+    length: int,
     page_size: int,
     counts: Int64Array,
     generations: Int64Array,
     current: Int64Array,
-) -> Int64Array:
-    """The number of leading computed tokens of each query, a slot and its number of tokens: [queries]."""
-    found = np.zeros(len(queries), np.int64)
-    for query in range(len(queries)):
-        slot, length = queries[query]
-        computed = 0
-        while computed < length:
-            page = page_tables[slot, computed // page_size]
-            count = counts[page] if generations[page] == current[page] else 0
-            computed += count
-            if count < page_size:
-                break
-        found[query] = min(computed, length)
-    return found
+) -> int:
+    """The number of leading computed tokens, of so many tokens on these pages."""
+    computed = 0
+    while computed < length:
+        page = pages[computed // page_size]
+        count = counts[page] if generations[page] == current[page] else 0
+        computed += count
+        if count < page_size:
+            break
+    return min(computed, length)
 
 
 @compiled

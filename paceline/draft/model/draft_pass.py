@@ -19,9 +19,9 @@ from paceline.kv.pages import pages_for
 Output = TypeVar("Output")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: there is one for each request of every pass
 class Part:
-    """One request's rows of a pass."""
+    """One request's rows of a pass. Immutable by convention."""
 
     context: Context
     start: int  # KV index of the first row: everything before it is computed

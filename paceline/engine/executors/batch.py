@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from paceline.compiling import compiled
 from paceline.core.arrays import Int32Array
 from paceline.core.forward import Choices, ForwardBatch, KeptFeatures, KVPool, RequestStates
 from paceline.core.request import Request
@@ -35,6 +36,8 @@ class BatchBuilder:
         self._row_offsets = np.zeros(max_sequences + 1, dtype=np.int32)
         self._context_lengths = np.empty(max_sequences, dtype=np.int32)
         self._steps = np.arange(-1, max_rows, dtype=np.int32)  # -1, 0, 1, ...: a chain's parents
+        nothing = self._tokens[:0]
+        self._add_tree((nothing, nothing), 0, 0)  # compile now
 
     def build(
         self,
@@ -108,17 +111,26 @@ class BatchBuilder:
     def _add_tree(self, tree: tuple[Int32Array, Int32Array], start: int, end: int) -> int:
         """The new end after adding a tree's rows below row end - 1 of a part that started at row `start`."""
         tokens, parents = tree
-        count = len(tokens)
-        root = end - 1 - start
-        stop = end + count
-        self._tokens[end:stop] = tokens
-        np.add(parents, root + 1, out=self._parents[end:stop])
-        if (parents == self._steps[:count]).all():  # a chain
-            np.add(self._steps[1 : count + 1], self._positions[end - 1] + 1, out=self._positions[end:stop])
-        else:
-            for row in range(end, stop):
-                self._positions[row] = self._positions[start + self._parents[row]] + 1
-        return stop
+        _write_tree(tokens, parents, start, end, self._tokens, self._positions, self._parents)
+        return end + len(tokens)
+
+
+@compiled
+def _write_tree(
+    tokens: Int32Array,
+    parents: Int32Array,
+    start: int,
+    end: int,
+    to_tokens: Int32Array,
+    to_positions: Int32Array,
+    to_parents: Int32Array,
+) -> None:
+    """Write a tree's rows below row end - 1 of a part that started at row `start`."""
+    for node in range(len(tokens)):
+        parent = parents[node] + end - start  # the root is the part's row before `end`
+        to_tokens[end + node] = tokens[node]
+        to_parents[end + node] = parent
+        to_positions[end + node] = to_positions[start + parent] + 1
 
 
 def prompt_rows(part: Scheduled) -> tuple[int, int]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from paceline.backends.base import Backend
 from paceline.control.controller import Controller
 from paceline.core.features import Features
@@ -54,7 +52,7 @@ class HostExecutor:
         timer.end("plan")
         layers, kept_features = self._drafting.feature_layers, self._drafting.kept_features
         batch = self._builder.build(parts, trees, self._kv, self._pool, layers, kept_features)
-        attended = int(np.diff(batch.row_offsets) @ batch.context_lengths)
+        attended = int((batch.row_offsets[1:] - batch.row_offsets[:-1]) @ batch.context_lengths)
         timer.end("build")
         output = self._backend.begin(batch)
         timer.end("forward")  # most backends compute here; the others in `wait`
