@@ -74,7 +74,7 @@ def test_beside_a_shipped_head_the_device_looks_up_and_the_head_drafts_where_not
         ("ngram 3 + eagle3 3", True),
         ("ngram 5 + eagle3 5", True),
         ("ngram 7 + eagle3 7", True),
-        ("ngram 15 + eagle3 3", True),
+        ("ngram 15 + eagle3 5", True),
     ]
 
 

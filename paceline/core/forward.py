@@ -86,7 +86,7 @@ class KeptFeatures:
     layers: tuple[int, ...]  # the layers that it reads, in this order
 
 
-@dataclass(slots=True)  # not frozen: there is one for every pass
+@dataclass  # not frozen: there is one for every pass; no slots: some properties are cached
 class ForwardBatch:
     """The inputs of one forward pass. Immutable by convention."""
 
