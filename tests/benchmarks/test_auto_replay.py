@@ -5,12 +5,22 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from benchmarks.control.replay import recording
 from benchmarks.control.replay.device import SimulatedLookup
-from benchmarks.control.replay.recording import HEAD, RecordedAnswer, read_recording, record
+from benchmarks.control.replay.recording import (
+    DEPTH,
+    HEAD,
+    FollowedTree,
+    FollowingHead,
+    RecordedAnswer,
+    read_recording,
+    record,
+)
 from benchmarks.control.replay.replay import Answer, Replay, h200_pass
 from paceline.backends.async_decoding import DeviceDraft
 from paceline.core.trees import DraftPlan
@@ -58,6 +68,33 @@ def test_a_fixed_setting_takes_the_passes_that_its_drafts_leave(length, passes, 
     seconds = replay.seconds([0], 0.0)
     decoding = passes * h200_pass(1, chain(length) if length else None)
     assert decoding < seconds < 1.05 * decoding + 1.5e-3
+
+
+@pytest.mark.parametrize("room", [1, 3, DEPTH, DEPTH + 2])
+def test_a_head_follows_an_answer_no_further_than_the_request_has_pages(room, monkeypatch):
+    """Beyond them it would overwrite other memory."""
+    monkeypatch.setattr(FollowedTree, "_candidates", lambda *given: [(5, 0.0)])
+    context = SimpleNamespace(room=room, request=SimpleNamespace(sampling=None))
+    tree = FollowedTree(context, DraftPlan(HEAD, DEPTH, 4, DEPTH), SimpleNamespace(least_chance=0.0), True)
+    tree.wanted = [5] * DEPTH
+    while tree.frontier:
+        tree.grow(np.zeros((1, 8), np.float32))
+    assert tree.ranks == "0" * min(room, DEPTH)
+
+
+def test_a_head_that_follows_asks_for_the_room_that_its_plan_has_reserved():
+    opened = []
+
+    class Pages:
+        def open(self, requests, budgets):
+            opened.extend(budgets)
+            return [None] * len(requests)
+
+    head = FollowingHead.__new__(FollowingHead)
+    head._pages = Pages()
+    head.follow({7: [5] * 9})
+    head.propose([SimpleNamespace(seed=7, num_output=0)], [DraftPlan(HEAD, 3)])
+    assert opened == [3]
 
 
 def test_a_recording_that_was_interrupted_is_not_replayed(tmp_path: Path, monkeypatch):

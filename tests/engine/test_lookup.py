@@ -154,6 +154,16 @@ def test_a_head_drafts_where_nothing_is_found_and_no_token_changes():
         assert backend.num_launched < 40  # of up to 41 tokens
 
 
+def test_beside_a_head_a_lookup_needs_a_longer_match():
+    """After 5 to 7 equal tokens the head is right more often (docs/lab/2026-11-19-auto-on-gpu.md)."""
+    options = NgramDrafter.Options(prompt_lookup_min=3, prompt_lookup_max=8)
+    drafting = Drafting({"ngram": NgramDrafter(options), "scripted": Head({}, "right")}, VOCAB).on_device
+    alone = DraftPlan("ngram", LENGTH)
+    beside = replace(alone, otherwise=DraftPlan("scripted", 2), enough=0.5)
+    found = [drafting.draft(plan).look_up for plan in (alone, beside)]
+    assert [(own.shortest, own.longest) for own in found] == [(3, 8), (8, 8)]
+
+
 class TreeHead(Head):
     """A head that drafts trees of a fixed shape."""
 

@@ -127,7 +127,7 @@ def recorded_lines(
     model = load_model(config(OFF))
     plain = build_engine(config(OFF), model).engine
     with _following_head():
-        # the engine reserves pages for so many drafted tokens
+        # its pages must have room for the tokens that the head follows an answer
         following = build_engine(config({"method": HEAD, "num_speculative_tokens": DEPTH}), model)
     head = following.drafters[HEAD]
     assert isinstance(head, FollowingHead)

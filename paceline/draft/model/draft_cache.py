@@ -106,7 +106,7 @@ class SharedPages:
         return [self._num_computed(context.pages, len(context.tokens)) for context in contexts]
 
     def _num_computed(self, pages: Int32Array, length: int) -> int:
-        """The number of leading computed tokens, of so many tokens on these pages."""
+        """The number of computed tokens at the start of a context of `length` tokens on these pages."""
         counts = self._counts, self._generations, self._kv.pages.generations
         return _count_leading(pages, length, self._kv.page_size, *counts)
 
@@ -160,7 +160,7 @@ def _count_leading(
     generations: Int64Array,
     current: Int64Array,
 ) -> int:
-    """The number of leading computed tokens, of so many tokens on these pages."""
+    """The number of computed tokens at the start of a context of `length` tokens on these pages."""
     computed = 0
     while computed < length:
         page = pages[computed // page_size]

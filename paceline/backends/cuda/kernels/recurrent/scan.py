@@ -27,6 +27,7 @@ from paceline.backends.cuda.kernels.recurrent.types import (
     Scans,
     StateTensors,
 )
+from paceline.models.config import RecurrentConfig
 
 CHANNELS = 256  # channels of a program of the convolution
 COLUMNS = 32  # columns of a head's state, of a program of `scan_states`
@@ -270,6 +271,13 @@ def convolve(
     )
 
 
+def state_sizes(config: RecurrentConfig) -> tuple[int, ...]:
+    """The last sizes that kernels over SSM states take, from `heads` to `block`."""
+    key_columns = triton.next_power_of_2(config.key_dim)
+    heads = config.value_heads, config.key_heads, config.tiled_values
+    return *heads, config.key_dim, config.value_dim, key_columns, COLUMNS
+
+
 def scan_states(
     shape: RecurrentShape,
     parameters: RecurrentParameters,
@@ -316,13 +324,7 @@ def scan_states(
         shape.channels,
         writes,
         parameters.skip is not None,
-        config.value_heads,
-        config.key_heads,
-        config.tiled_values,
-        config.key_dim,
-        config.value_dim,
-        triton.next_power_of_2(config.key_dim),
-        COLUMNS,
+        *state_sizes(config),
         pdl,
         num_warps=4,
         enable_fp_fusion=False,

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from paceline.backends.cuda.kernels.pdl import pdl_launch, pdl_wait, prefetch, supports_pdl
-from paceline.backends.cuda.kernels.recurrent.scan import COLUMNS, recur, softplus
+from paceline.backends.cuda.kernels.recurrent.scan import COLUMNS, recur, softplus, state_sizes
 from paceline.backends.cuda.kernels.recurrent.types import (
     RecurrentBuffers,
     RecurrentParameters,
@@ -166,13 +166,7 @@ def step_states(
         shape.value,
         shape.channels,
         parameters.convolution.shape[1],
-        config.value_heads,
-        config.key_heads,
-        config.tiled_values,
-        config.key_dim,
-        config.value_dim,
-        triton.next_power_of_2(config.key_dim),
-        COLUMNS,
+        *state_sizes(config),
         pdl,
         num_warps=4,
         enable_fp_fusion=False,
